@@ -1,0 +1,1 @@
+"""Coded computing for rewards and policy updates that do not wait for the slowest worker."""
