@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from trainers import SAGCConfig, SAGCGRPOTrainer
 
+torch.set_num_threads(1)  # matrices of 16 x 16: threads only wait for each other
 
 WORDS = [f"w{i}" for i in range(29)]
 

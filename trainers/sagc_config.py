@@ -93,6 +93,10 @@ class SAGCConfig(GRPOConfig):
         self.controller_config(1.0 if self.V is None else self.V)
 
     def _check_batch(self) -> None:
+        if self.min_group_size < 2:
+            raise ValueError(
+                f"min_group_size must be at least 2, got {self.min_group_size}: a group of one has no advantage."
+            )
         if self.min_group_size > self.num_generations:
             raise ValueError(
                 f"min_group_size ({self.min_group_size}) is above num_generations ({self.num_generations}), the "
@@ -130,7 +134,7 @@ class SAGCConfig(GRPOConfig):
         """Group sizes that split evenly into `steps_per_generation` micro-batches, ascending."""
         return tuple(
             size
-            for size in range(max(self.min_group_size, 1), self.num_generations + 1)
+            for size in range(self.min_group_size, self.num_generations + 1)
             if (self.prompts_per_process * size) % self.steps_per_generation == 0
         )
 

@@ -1,0 +1,45 @@
+"""The installed TRL still has what the trainers override and touch (`trainers/trl_internals.py`)."""
+
+import inspect
+import warnings
+from pathlib import Path
+
+import pytest
+import trl
+from tiny import tiny_trainer
+from trl import GRPOTrainer
+
+from trainers.trl_internals import ATTRIBUTES, OVERRIDDEN_METHODS, TESTED_TRL, warn_if_untested
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN_METHODS)
+def test_methods_have_the_known_signature(name: str) -> None:
+    assert name in dir(GRPOTrainer), f"TRL {trl.__version__} has no GRPOTrainer.{name}: mend trainers/sagc_trainer.py"
+    parameters = list(inspect.signature(getattr(GRPOTrainer, name)).parameters)
+    assert parameters == OVERRIDDEN_METHODS[name], f"TRL {trl.__version__} changed GRPOTrainer.{name}"
+
+
+def test_generate_returns_completion_ids_second_and_tool_mask_third() -> None:
+    source = inspect.getsource(GRPOTrainer._generate)
+    expected = "return prompt_ids, completion_ids, tool_mask, "
+    assert expected in source, f"TRL {trl.__version__} changed what GRPOTrainer._generate returns"
+
+
+def test_attributes_exist(tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path, GRPOTrainer)
+    missing = [name for name in ATTRIBUTES if name not in dir(trainer)]
+    assert not missing, f"TRL {trl.__version__} has no GRPOTrainer attributes {missing}"
+    assert set(trainer._logs) == {"images", "prompt", "completion", "rewards", "advantages", "extra"}
+
+
+def test_installed_trl_is_a_tested_one() -> None:
+    assert TESTED_TRL.contains(trl.__version__), "raise TESTED_TRL in trainers/trl_internals.py once all tests pass"
+
+
+def test_untested_version_warns_once_and_names_both() -> None:
+    with pytest.warns(UserWarning, match=r"TRL 9\.0 is installed, but .* TRL <1\.17,>=1\.16") as record:
+        warn_if_untested("9.0")
+    assert len(record) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_untested("1.16.3")
