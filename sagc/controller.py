@@ -8,9 +8,9 @@ the fraction of its groups that were straggler events (`sagc.events`) and rho th
 
 p(G) is the estimated event probability of each size. Every batch teaches it at all sizes up to G_t exactly
 (`sagc.risk`), so no size is tried just to learn about it; sizes above G_t get the family's extrapolation with the
-smaller weight n / g, and are tried anyway as soon as the queue is empty. Estimates forget at a constant rate. They are
-made non-decreasing among even and among odd sizes; not across, because the lower median makes even sizes riskier than
-their odd neighbours, and the difference is real.
+smaller weight n / g, and are tried anyway as soon as the queue is empty. Estimates forget at a constant rate. No shape
+is forced on the curve: the lower median makes even sizes riskier than their odd neighbours, and with many short
+completions the risk even falls with the size; both are real, and a monotone fit measured worse.
 
 If even the least risky size breaks the budget beyond the estimate's uncertainty, the controller stays there and says
 `infeasible`; the queue keeps the debt, since the budget is a long-run one.
@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import isotonic_regression
 
 from .events import BoolArray, FloatArray, StragglerEvent, check_lengths, straggler_events
 from .risk import extrapolate_risk, risk_curves
@@ -278,10 +277,6 @@ def estimated_risk(config: ControllerConfig, state: ControllerState) -> tuple[Fl
     """
     weight = np.asarray(state.risk_weight)
     risk = np.asarray(state.risk_sum) / weight
-    for parity in (0, 1):
-        member = np.asarray(config.sizes) % 2 == parity
-        if member.sum() > 1:
-            risk[member] = isotonic_regression(risk[member], weights=weight[member]).x
     smoothed = (risk * weight + 0.5) / (weight + 1)  # an all-or-nothing record still has an error
     return risk, np.sqrt(smoothed * (1 - smoothed) / weight)
 

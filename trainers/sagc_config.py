@@ -41,7 +41,7 @@ class SAGCConfig(GRPOConfig):
             Worth of a group of size G: `"log"` (log G), `"variance"` (1 - 1/G) or `"signal"` (chance that its rewards
             are not all equal, estimated online; for rewards with few distinct values).
         V (`float`, *optional*):
-            Weight of the utility against the budget's queue. Defaults to 0.1 sqrt(number of generations in the run),
+            Weight of the utility against the budget's queue. Defaults to 0.05 sqrt(number of generations in the run),
             divided by the spread of the utility over the sizes (`sagc.default_v`): larger follows the utility longer
             and meets the budget later.
         forgetting_factor (`float`, *optional*, defaults to `0.95`):
