@@ -106,6 +106,13 @@ def test_an_infeasible_budget_is_flagged_and_held_at_the_safest_size_then_recove
     assert decision.group_size == SIZES[-1]
 
 
+def test_an_infeasible_budget_is_not_traded_for_utility() -> None:
+    controller = GroupSizeController(config(rho=0.05, v=1000.0))
+    decision = controller.observe(np.random.default_rng(7).lognormal(5, 1.0, (200, 8)))
+    assert decision.infeasible
+    assert decision.group_size == min(decision.risk, key=lambda size: decision.risk[size])
+
+
 # --- censoring, empty completions, rewards ---------------------------------------------------------------------------
 
 

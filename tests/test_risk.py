@@ -16,7 +16,11 @@ from sagc.risk import extrapolate_risk, subset_share
 def groups(draw: st.DrawFn, largest: int = 12) -> tuple[list[float], list[bool]]:
     """A group with ties and zeros; its cut-off completions stand at its longest."""
     size = draw(st.integers(1, largest))
-    length = draw(st.sampled_from([st.integers(0, 4).map(float), st.integers(0, 30).map(float), st.floats(0, 1e6)]))
+    length = draw(
+        st.sampled_from(
+            [st.integers(0, 4).map(float), st.integers(0, 30).map(float), st.floats(0, 1e6, allow_subnormal=False)]
+        )
+    )
     lengths = draw(st.lists(length, min_size=size, max_size=size))
     cut = draw(st.lists(st.booleans(), min_size=size, max_size=size))
     return [max(lengths) if c else x for x, c in zip(lengths, cut, strict=True)], cut
