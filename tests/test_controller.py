@@ -72,6 +72,17 @@ def test_risk_that_falls_with_the_size_is_reported_so() -> None:
     assert decision.risk[2] > decision.risk[4] > decision.risk[8]
 
 
+def test_sizes_beyond_the_batch_are_predicted_and_trusted_less() -> None:
+    rng = np.random.default_rng(13)
+    decision = GroupSizeController(config()).observe(rng.lognormal(5, 0.5, (4000, 4)))
+    lengths = rng.lognormal(5, 0.5, (4000, 8))
+    rate = (lengths.max(axis=1) >= 2 * np.sort(lengths, axis=1)[:, 3]).mean()
+    assert decision.risk[8] == pytest.approx(rate, abs=0.03)
+    spread = {g: math.sqrt(decision.risk[g] * (1 - decision.risk[g]) / 4000) for g in (4, 8)}
+    assert decision.risk_error[4] == pytest.approx(spread[4], rel=0.01)
+    assert decision.risk_error[8] == pytest.approx(spread[8] * 2**0.5, rel=0.01)
+
+
 def test_the_standard_error_shrinks_with_the_groups_seen() -> None:
     rng = np.random.default_rng(4)
     few = GroupSizeController(config()).observe(rng.lognormal(5, 0.5, (4, 8)))
