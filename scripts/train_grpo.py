@@ -1,0 +1,285 @@
+"""Train a model with GRPO whose group size keeps within a straggler budget.
+
+    python scripts/train_grpo.py --config configs/quickstart.yaml
+    python scripts/train_grpo.py --config configs/quickstart.yaml --rho 0.2 --max_steps 40
+    python scripts/train_grpo.py --config configs/quickstart.yaml --resume_from_checkpoint true
+
+Fields are those of `RunArguments` below, `trainers.SAGCConfig` (and so of `trl.GRPOConfig`) and `trl.ModelConfig`; a
+flag overrides the file. Weights & Biases records the run: offline where no key is configured or it cannot be reached.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn, cast
+from urllib.parse import urlsplit
+
+import yaml
+from datasets import Dataset, load_dataset
+from requests.utils import get_netrc_auth
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, set_seed
+from trl import ModelConfig, TrlParser, get_peft_config
+
+from trainers import SAGCConfig, SAGCGRPOTrainer
+from trainers.demo import RewardFunction, dataset_task, embedded_model, reasoning_task
+from trainers.summary import format_summary, plot, summarize, training_steps
+
+EMBEDDED = "embedded"
+
+
+@dataclass
+class RunArguments:
+    """
+    What to train on.
+
+    Args:
+        task (`str`, *optional*, defaults to `"basic_arithmetic"`):
+            Name of a `reasoning-gym` task.
+        num_prompts (`int`, *optional*, defaults to `256`):
+            Number of prompts.
+        task_options (`dict`, *optional*):
+            Options of the task; on the command line as JSON.
+        system_prompt (`str`, *optional*):
+            System message of each prompt.
+        prompt_suffix (`str`, *optional*, defaults to `""`):
+            Text added to each question.
+        examples (`dict`, *optional*):
+            Questions and their answers, shown before each question; on the command line as JSON.
+        dataset_name (`str`, *optional*):
+            A dataset for `datasets.load_dataset` instead of `task`: needs a column `prompt` and a column `answer`. The
+            reward is 1 where the completion's answer equals it.
+        dataset_config (`str`, *optional*):
+            Configuration of that dataset.
+        dataset_split (`str`, *optional*, defaults to `"train"`):
+            Split of that dataset.
+    """
+
+    task: str = field(default="basic_arithmetic", metadata={"help": "Name of a reasoning-gym task."})
+    num_prompts: int = field(default=256, metadata={"help": "Number of prompts."})
+    task_options: dict[str, Any] | str | None = field(default=None, metadata={"help": "Options of the task (JSON)."})
+    system_prompt: str | None = field(default=None, metadata={"help": "System message of each prompt."})
+    prompt_suffix: str = field(default="", metadata={"help": "Text added to each question."})
+    examples: dict[str, str] | str | None = field(
+        default=None, metadata={"help": "Questions and their answers shown before each question (JSON)."}
+    )
+    dataset_name: str | None = field(default=None, metadata={"help": "A dataset instead of a task."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of that dataset."})
+    dataset_split: str = field(default="train", metadata={"help": "Split of that dataset."})
+
+    def __post_init__(self) -> None:
+        for name in ("task_options", "examples"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                try:
+                    value = json.loads(value)
+                except ValueError as error:
+                    raise ValueError(f"{name} is not valid JSON ({error}): {value}") from error
+            if not isinstance(value, dict | None):
+                raise ValueError(f"{name} must be a mapping, got {value!r}.")
+            setattr(self, name, value or {})
+
+
+class Parser(TrlParser):
+    """TRL's parser, which reports a wrong flag or key in one line instead of the usage of some 300 flags."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage."""
+        raise ValueError(message)
+
+    def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
+        """Take the file's values as defaults, and refuse keys that no field has."""
+        unknown = super().set_defaults_with_config(**kwargs)[::2]  # flag, value, flag, value, ...
+        if unknown:
+            known = [action.dest for action in self._actions]
+            names = [flag.removeprefix("--") for flag in unknown]
+            hints = [f"{name} (nearest: {', '.join(get_close_matches(name, known, n=2, cutoff=0))})" for name in names]
+            raise ValueError(f"The config file has unknown keys: {'; '.join(hints)}")
+        return []
+
+
+class StepLines(TrainerCallback):
+    """One line per step, instead of TRL's dictionary of some fifty metrics."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say that the first, slowest, step is under way."""
+        print(f"Training, steps {state.global_step + 1} to {state.max_steps}; one line for each:", flush=True)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Print the step."""
+        if state.is_world_process_zero and logs is not None and "sagc/group_size" in logs:
+            print(
+                f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"
+                f"  G={logs['sagc/group_size']:<4g}"
+                f" reward {logs['reward']:.2f}"
+                f"  stragglers {logs['sagc/straggler_rate']:.2f} (so far {logs['sagc/straggler_rate_running']:.2f},"
+                f" budget {logs['sagc/budget']:g})"
+                f"  tokens {logs['completions/mean_length']:.0f}"
+                f"  {logs['step_time']:.1f} s",
+                flush=True,
+            )
+
+
+def parse(argv: list[str] | None = None) -> tuple[RunArguments, SAGCConfig, ModelConfig]:
+    """Arguments of the run: file first, then flags."""
+    parser = Parser([RunArguments, SAGCConfig, ModelConfig])
+    parser.set_defaults_with_config(report_to="wandb", logging_steps=1)
+    run, config, model = parser.parse_args_and_config(argv)
+    return run, config, model
+
+
+def build_task(run: RunArguments, seed: int) -> tuple[Dataset, RewardFunction]:
+    """Prompts and reward."""
+    if run.dataset_name is not None:
+        return dataset_task(load_dataset(run.dataset_name, run.dataset_config, split=run.dataset_split))
+    return reasoning_task(
+        run.task,
+        run.num_prompts,
+        seed,
+        system_prompt=run.system_prompt,
+        prompt_suffix=run.prompt_suffix,
+        examples=cast(dict[str, str], run.examples),  # mappings since __post_init__
+        **cast(dict[str, Any], run.task_options),
+    )
+
+
+def set_up_wandb(config: SAGCConfig) -> str | None:
+    """Keep W&B's files under `output_dir`, and W&B offline unless a key and a connection are there. Never asks."""
+    if "wandb" not in config.report_to:
+        return None
+    import wandb
+
+    Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+    folder = os.environ.setdefault("WANDB_DIR", config.output_dir)
+    os.environ.setdefault("WANDB_PROJECT", "sagc")
+    if "WANDB_MODE" not in os.environ:
+        url = wandb.Settings().base_url
+        if not os.environ.get("WANDB_API_KEY") and get_netrc_auth(url) is None:
+            reason = "no key is configured (`wandb login` sets one)"
+        elif not _reachable(url):
+            reason = f"{url} cannot be reached"
+        else:
+            return folder
+        os.environ["WANDB_MODE"] = "offline"
+        print(f"Weights & Biases: offline, because {reason}. `wandb sync` uploads the run later.")
+    return folder
+
+
+def _reachable(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        with socket.create_connection((parts.hostname, parts.port or 443), timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def build_trainer(run: RunArguments, config: SAGCConfig, model: ModelConfig) -> SAGCGRPOTrainer:
+    """The trainer, from parsed arguments."""
+    dataset, reward = build_task(run, config.seed)
+    name = model.model_name_or_path
+    if name in (None, EMBEDDED):
+        print("Preparing the embedded model (the first time takes about half a minute)", flush=True)
+        name = str(embedded_model())
+    config.model_init_kwargs = {
+        "dtype": model.dtype,
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        **(config.model_init_kwargs or {}),
+    }
+    trainer = SAGCGRPOTrainer(
+        model=name, reward_funcs=reward, args=config, train_dataset=dataset, peft_config=get_peft_config(model)
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(StepLines)
+    return trainer
+
+
+def last_checkpoint(output_dir: str) -> str | None:
+    """The latest complete checkpoint: `trainer_state.json` is written last."""
+    complete = [path.parent for path in Path(output_dir).glob("checkpoint-*/trainer_state.json")]
+    steps = {int(path.name.removeprefix("checkpoint-")): path for path in complete}
+    return str(steps[max(steps)]) if steps else None
+
+
+def checkpoint_to_resume(config: SAGCConfig) -> str | None:
+    """The checkpoint named by `resume_from_checkpoint`: a path, or the last of `output_dir` for `true`."""
+    wanted = str(config.resume_from_checkpoint or "")
+    if wanted.lower() in ("", "false", "none"):
+        return None
+    if wanted.lower() != "true":
+        if not Path(wanted).is_dir():
+            raise FileNotFoundError(f"resume_from_checkpoint: there is no folder {wanted}.")
+        return wanted
+    last = last_checkpoint(config.output_dir)
+    if last is None:
+        raise FileNotFoundError(f"resume_from_checkpoint: {config.output_dir} holds no complete checkpoint yet.")
+    return last
+
+
+def report(trainer: SAGCGRPOTrainer, wandb_dir: str | None) -> None:
+    """Write the metrics and the picture, and print the table."""
+    config, history = trainer.args, trainer.state.log_history
+    output = Path(config.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    metrics, picture = output / "metrics.jsonl", output / "summary.png"
+    metrics.write_text("".join(json.dumps(entry) + "\n" for entry in history))
+    places = {"metrics": str(metrics)}
+    if training_steps(history):
+        plot(history, picture)
+        places["plot"] = str(picture)
+    if wandb_dir is not None:
+        places["wandb"] = str(Path(wandb_dir) / "wandb")
+    places["checkpoint"] = last_checkpoint(config.output_dir) or "none saved (see save_steps)"
+    print()
+    if training_steps(history):
+        print(format_summary(summarize(history, largest=config.num_generations), places))
+    else:
+        print("No step was finished.", *(f"{name}  {place}" for name, place in places.items()), sep="\n")
+    state = trainer.state
+    if state.global_step < state.max_steps:
+        again = (
+            "run the same command with --resume_from_checkpoint true to go on from the checkpoint above"
+            if last_checkpoint(config.output_dir)
+            else "without a checkpoint, a new run starts from the beginning"
+        )
+        print(f"\nNot finished: step {state.global_step} of {state.max_steps}; {again}.")
+    print(flush=True)
+
+
+def train(trainer: SAGCGRPOTrainer, checkpoint: str | None, wandb_dir: str | None) -> int:
+    """Train, and report whatever happens."""
+    # A scheduler's SIGTERM ends the run as Ctrl-C does: with its metrics written.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except KeyboardInterrupt:
+        print("\nInterrupted.", flush=True)
+        return 130
+    finally:
+        if trainer.is_world_process_zero():
+            report(trainer, wandb_dir)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, build, run."""
+    try:
+        run, config, model = parse(argv)
+        checkpoint = checkpoint_to_resume(config)
+        wandb_dir = set_up_wandb(config)
+        set_seed(config.seed)
+        trainer = build_trainer(run, config, model)
+    except (ValueError, OSError, ImportError, yaml.YAMLError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return train(trainer, checkpoint, wandb_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
