@@ -236,6 +236,8 @@ def plot_scaling(report: dict[str, Any], path: Path) -> None:
         axis.loglog(horizons, 0.6 * values[0] * (horizons / horizons[0]) ** 0.5, "k:", label="slope 0.5")
         axis.set(xlabel="horizon (batches)", ylabel=label)
         axis.set_xticks(horizons, [str(h) for h in horizons])
+        ticks = [0.2, 0.5, 1, 2, 5, 10, 20]
+        axis.set_yticks(ticks, [str(tick) for tick in ticks])
         axis.minorticks_off()
     for rho in BUDGETS:
         rows = [row for row in report["constants"] if row["rho"] == rho]
