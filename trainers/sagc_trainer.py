@@ -32,6 +32,7 @@ from sagc.controller import initial_state, utilities
 
 from .sagc_config import SAGCConfig
 from .trl_internals import RepeatSampler, repeat_iterable_dataset, warn_if_untested
+from .vllm_cpu import colocated_on_cpu
 
 logger = get_logger(__name__)
 
@@ -74,7 +75,8 @@ class SAGCMixin(_Trainer):
                 f"{type(self).__name__} needs args=SAGCConfig(...), got {type(config).__name__}: SAGCConfig takes "
                 "every field of GRPOConfig and adds the straggler budget."
             )
-        super().__init__(*args, **kwargs)
+        with colocated_on_cpu(config):
+            super().__init__(*args, **kwargs)
         self._controller = self._build_controller(config, group_size_utility)
         self._batch_lengths: tuple[list[int], list[bool]] = ([], [])
         self._batch_rewards: torch.Tensor | None = None

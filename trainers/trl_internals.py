@@ -18,6 +18,8 @@ Attributes: `num_generations` is written before each generation; `_step` is rest
 within a generation cycle is right; `_metrics` takes our metrics; `_logs`, the buffer of the completions table, is
 emptied before each generation (TRL sizes it for the largest group, so a smaller one would leave rows of the batch
 before); `reward_weights`, `num_iterations`, `eos_token_ids`, `shuffle_dataset` and `_tokenizer` are read.
+
+vLLM on CPU needs a few more names; they are listed in `trainers/vllm_cpu.py`, which alone touches them.
 """
 
 import warnings

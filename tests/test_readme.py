@@ -1,0 +1,26 @@
+"""The README's tables say what the code does."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from tiny import tiny_trainer
+
+from trainers import SAGCConfig
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def test_metric_table_names_what_is_logged(tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path, max_steps=1)
+    trainer.train()
+    logged = {re.sub(r"risk_at_size/\d+", "risk_at_size/{G}", key) for key in trainer.state.log_history[0]}
+    assert set(re.findall(r"^\| `(sagc/[^`]+)`", README, re.MULTILINE)) == {k for k in logged if k.startswith("sagc/")}
+
+
+def test_parameter_table_has_the_defaults() -> None:
+    defaults = {field.name: field.default for field in fields(SAGCConfig)}
+    rows = dict(re.findall(r"^\| `(\w+)` \| `?([\w.]+)`? ", README, re.MULTILINE))
+    for name in ("rho", "tau", "min_group_size", "utility", "forgetting_factor", "change_every", "straggler_event"):
+        assert rows[name] == str(defaults[name])
+    assert defaults["num_generations"] == 8
