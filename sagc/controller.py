@@ -10,7 +10,7 @@ p(G) is the estimated event probability of each size. Every batch teaches it at 
 (`sagc.risk`), so no size is tried just to learn about it; sizes above G_t get the family's extrapolation with the
 smaller weight n / g, and are tried anyway as soon as the queue is empty. Estimates forget at a constant rate. No shape
 is forced on the curve: the lower median makes even sizes riskier than their odd neighbours, and with many short
-completions the risk even falls with the size; both are real, and a monotone fit measured worse.
+completions the risk even falls with the size; both are real, and a monotone fit gained nothing.
 
 If even the least risky size breaks the budget beyond the estimate's uncertainty, the controller stays there and says
 `infeasible`; the queue keeps the debt, since the budget is a long-run one.
