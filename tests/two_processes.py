@@ -34,7 +34,15 @@ class RecordingTrainer(SAGCGRPOTrainer):
 
 
 def trainer(folder: Path, **overrides: Any) -> RecordingTrainer:
-    settings = {"per_device_train_batch_size": 16, "max_steps": 6, "rho": 0.3, "tau": 1.5, "V": 0.05, **overrides}
+    settings = {
+        "per_device_train_batch_size": 16,
+        "max_steps": 6,
+        "rho": 0.6,
+        "tau": 2.0,
+        "V": 0.05,
+        "max_completion_length": 64,
+        **overrides,
+    }
     recording = RecordingTrainer(
         model=tiny_model(),
         reward_funcs=even_words,
