@@ -100,3 +100,11 @@ def test_format_says_when_the_saving_is_not_identifiable() -> None:
 def test_plot_writes_a_picture(tmp_path: Path, sizes: list[int]) -> None:
     plot(history(sizes), tmp_path / "summary.png")
     assert (tmp_path / "summary.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_format_says_when_the_saving_may_be_none() -> None:
+    steps = history([8, 8, 6, 4, 2, 8])
+    assert "not distinguishable" not in format_summary(summarize(steps, largest=8))
+    for entry, noise in zip(steps, [0.0, 9.0, -9.0, 9.0, -9.0, -9.0], strict=False):
+        entry["step_time"] += 10 * noise
+    assert "not distinguishable" in format_summary(summarize(steps, largest=8))

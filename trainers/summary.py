@@ -181,6 +181,8 @@ def format_summary(summary: RunSummary, places: dict[str, str] | None = None) ->
         saved = f"not identifiable: too few steps or only one group size (compared with G={s.largest})"
     else:
         saved = f"{s.saved:.0f} s ± {s.saved_error:.0f} s (standard error) against G={s.largest} at every step"
+        if abs(s.saved) < 2 * s.saved_error:
+            saved += "; not distinguishable from none"
     verdict = "within" if s.straggler_rate <= s.budget else "above"
     rows = {
         "steps": f"{s.steps} ({s.seconds:.0f} s in steps, {s.rollouts} completions)",
