@@ -15,6 +15,7 @@ def history(sizes: list[int], *, slope: float = 2.0, warm_up: float = 30.0) -> l
         {
             "step": step + 1,
             "reward": 0.1 * step,
+            "completions/max_length": 40.0 + 3.0 * (step % 2),
             "step_time": 5.0 + slope * size + (warm_up if step == 0 else 0.0),
             "sagc/group_size": float(size),
             "sagc/straggler_rate": 0.25 * (step % 3),
@@ -31,20 +32,29 @@ def history(sizes: list[int], *, slope: float = 2.0, warm_up: float = 30.0) -> l
 
 
 def test_seconds_saved_recovers_a_known_slope_and_ignores_the_warm_up_step() -> None:
-    sizes = [8, 8, 6, 4, 2, 8]
-    seconds = [100.0, *(5.0 + 2.0 * size for size in sizes[1:])]
-    estimate, error = seconds_saved(sizes, seconds, largest=8)
-    assert estimate == pytest.approx(2.0 * (2 + 4 + 6))
-    assert error == pytest.approx(0.0, abs=1e-9)
+    sizes, longest = np.array([8, 8, 6, 4, 2, 8, 5]), np.array([60, 60, 50, 60, 40, 30, 20])
+    seconds = 5.0 + 2.0 * sizes + 0.3 * longest
+    seconds[0] = 100.0
+    estimate, error = seconds_saved(sizes, seconds, longest, largest=8)
+    assert estimate == pytest.approx(2.0 * (2 + 4 + 6 + 3))
+    assert error == pytest.approx(0.0, abs=1e-6)
+
+
+def test_shorter_completions_do_not_pass_for_smaller_groups() -> None:
+    """Lengths shrink while the size falls and rises again: only the cost of rows is attributed to the size."""
+    sizes, longest = np.array([8, 8, 7, 3, 4, 8, 8, 8]), np.array([64, 64, 60, 50, 40, 30, 27, 25])
+    seconds = 2.0 + 1.0 * sizes + 1.0 * longest
+    assert seconds_saved(sizes, seconds, longest, largest=8)[0] == pytest.approx(1 + 5 + 4)
 
 
 def test_seconds_saved_error_covers_the_truth() -> None:
     rng = np.random.default_rng(0)
-    sizes = rng.integers(2, 9, size=40)
+    sizes, longest = rng.integers(2, 9, size=40), rng.integers(20, 65, size=40)
     truth = 1.5 * float(np.sum(8 - sizes))
     z = []
     for _ in range(500):
-        estimate, error = seconds_saved(sizes, 3.0 + 1.5 * sizes + rng.normal(0, 2.0, size=40), largest=8)
+        seconds = 3.0 + 1.5 * sizes + 0.2 * longest + rng.normal(0, 2.0, size=40)
+        estimate, error = seconds_saved(sizes, seconds, longest, largest=8)
         z.append((estimate - truth) / error)
     assert abs(float(np.mean(z))) < 0.15
     assert float(np.std(z)) == pytest.approx(1.0, abs=0.12)
@@ -52,18 +62,21 @@ def test_seconds_saved_error_covers_the_truth() -> None:
 
 @pytest.mark.parametrize("sizes", [[4] * 8, [8, 4, 4, 4], [4], [8, 4, 2], []])
 def test_seconds_saved_is_nan_where_not_identifiable(sizes: list[int]) -> None:
-    estimate, error = seconds_saved(sizes, [10.0] * len(sizes), largest=8)
-    assert math.isnan(estimate) or not sizes
-    assert math.isnan(error) or not sizes
+    assert all(math.isnan(value) for value in seconds_saved(sizes, [10.0] * len(sizes), [9.0] * len(sizes), largest=8))
+
+
+def test_seconds_saved_is_nan_where_lengths_move_with_the_size() -> None:
+    sizes = np.array([8, 6, 4, 2, 8, 4, 6])
+    assert math.isnan(seconds_saved(sizes, 3.0 * sizes, 7.0 * sizes, largest=8)[0])
 
 
 def test_the_largest_size_throughout_saves_nothing() -> None:
-    assert seconds_saved([8, 8, 8], [30.0, 10.0, 11.0], largest=8) == (0.0, 0.0)
+    assert seconds_saved([8, 8, 8], [30.0, 10.0, 11.0], [9.0, 9.0, 8.0], largest=8) == (0.0, 0.0)
 
 
 def test_seconds_saved_refuses_unequal_lengths() -> None:
-    with pytest.raises(ValueError, match="one duration per group size"):
-        seconds_saved([8, 4], [1.0], largest=8)
+    with pytest.raises(ValueError, match="a duration and a longest length"):
+        seconds_saved([8, 4], [1.0], [9.0, 9.0], largest=8)
 
 
 def test_summarize() -> None:

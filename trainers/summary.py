@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 # Rewards of single steps are noisy: first and last are means over this many steps.
 REWARD_WINDOW = 3
-# Least steps after the warm-up for a slope and its standard error.
-MIN_STEPS = 3
 
 FloatArray = npt.NDArray[np.float64]
 LogHistory = Sequence[dict[str, Any]]
@@ -65,47 +63,60 @@ class RunSummary:
     saved_error: float
 
 
-def seconds_saved(group_sizes: npt.ArrayLike, seconds: npt.ArrayLike, largest: int) -> tuple[float, float]:
+def seconds_saved(
+    group_sizes: npt.ArrayLike, seconds: npt.ArrayLike, longest: npt.ArrayLike, largest: int
+) -> tuple[float, float]:
     """
     Seconds saved against using the largest group size at every step, estimated from the run itself.
 
-    Ordinary least squares of a step's seconds on its group size, seconds = a + b G, without the first step (warm-up:
-    allocation, compilation). A step of size G then saves b (largest - G), so
+    Ordinary least squares of a step's seconds on its group size and its longest completion, seconds = a + b G + c L,
+    without the first step (warm-up: allocation, compilation). A step of size G then saves b (largest - G), so
 
         saved = b * sum_t (largest - G_t),    standard error = se(b) * sum_t (largest - G_t).
 
     Important notes:
     - The number of prompts is the same at each step, so rows are proportional to G and a line is apt.
-    - A drift of the completion lengths that goes along with the group size is read as an effect of the size. An
-      estimate within two standard errors of zero says that the run cannot tell.
+    - L takes out the drift of the lengths over the run, which would otherwise pass for an effect of the size. It also
+      takes out that larger groups have longer longest completions: the estimate counts rows, not waiting, and is low.
+    - An estimate within two standard errors of zero says that the run cannot tell.
 
     Args:
         group_sizes (`ArrayLike`):
             Group size of each step, in order.
         seconds (`ArrayLike`):
             Seconds of each step.
+        longest (`ArrayLike`):
+            Tokens of the longest completion of each step.
         largest (`int`):
             Group size to compare with.
 
     Returns:
-        `tuple[float, float]`: estimate and standard error. Both are NaN if it is not identifiable: only one size ran
-        after the warm-up, or fewer than three steps. Both are 0 if every step, the first included, used the largest.
+        `tuple[float, float]`: estimate and standard error. Both are NaN if it is not identifiable: after the warm-up
+        only one size ran, the lengths moved only together with the size, or there were fewer than two steps more than
+        coefficients. Both are 0 if every step, the first included, used the largest.
     """
     sizes, times = np.asarray(group_sizes, dtype=float), np.asarray(seconds, dtype=float)
-    if sizes.shape != times.shape or sizes.ndim != 1:
-        raise ValueError(f"Need one duration per group size, got shapes {times.shape} and {sizes.shape}.")
+    lengths = np.asarray(longest, dtype=float)
+    if not sizes.shape == times.shape == lengths.shape or sizes.ndim != 1:
+        raise ValueError(
+            f"Need a duration and a longest length for each group size, got shapes {times.shape}, {lengths.shape} and "
+            f"{sizes.shape}."
+        )
     smaller = float(np.sum(largest - sizes))
     if sizes.size > 0 and np.all(sizes == largest):
         return 0.0, 0.0
     x, y = sizes[1:], times[1:]
-    if x.size < MIN_STEPS or np.ptp(x) == 0:
+    columns = [np.ones_like(x), x]
+    if lengths[1:].size and np.ptp(lengths[1:]) > 0:
+        columns.append(lengths[1:])
+    design = np.stack(columns, axis=1)
+    spare = x.size - design.shape[1]
+    if spare < 2 or np.linalg.matrix_rank(design) < design.shape[1]:
         return math.nan, math.nan
-    centred = x - x.mean()
-    spread = float(centred @ centred)
-    slope = float(centred @ y) / spread
-    residuals = y - y.mean() - slope * centred
-    slope_error = math.sqrt(float(residuals @ residuals) / (x.size - 2) / spread)
-    return slope * smaller, slope_error * smaller
+    coefficients = np.linalg.lstsq(design, y)[0]
+    residuals = y - design @ coefficients
+    covariance = float(residuals @ residuals) / spare * np.linalg.inv(design.T @ design)
+    return float(coefficients[1]) * smaller, math.sqrt(max(covariance[1, 1], 0.0)) * smaller
 
 
 def training_steps(log_history: LogHistory) -> list[dict[str, Any]]:
@@ -146,7 +157,7 @@ def summarize(log_history: LogHistory, largest: int) -> RunSummary:
     rollouts = _series(entries, "sagc/rollouts")
     # The longest window up to REWARD_WINDOW that lets first and last share no step.
     window = max(1, min(REWARD_WINDOW, len(entries) // 2))
-    saved, saved_error = seconds_saved(sizes, times, largest)
+    saved, saved_error = seconds_saved(sizes, times, _series(entries, "completions/max_length"), largest)
     return RunSummary(
         steps=int(entries[-1].get("step", len(entries))),
         largest=largest,
