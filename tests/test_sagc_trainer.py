@@ -280,6 +280,7 @@ def test_users_utility(tmp_path: Path) -> None:
         ({"straggler_event": "late"}, "Unknown straggler event 'late'"),
         ({"straggler_event": "absolute"}, "set straggler_length"),
         ({"straggler_event": "absolute", "straggler_length": 25}, "above max_completion_length"),
+        ({"eval_strategy": "epoch", "per_device_eval_batch_size": 3}, r"global eval batch size .* must be divisible"),
         ({"num_generations": 5}, "must be divisible by num_generations"),
         ({"per_device_train_batch_size": 8, "steps_per_generation": 7, "num_generations": 7}, "No group size from"),
     ],

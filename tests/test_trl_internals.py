@@ -8,6 +8,8 @@ import pytest
 import trl
 from tiny import tiny_trainer
 from trl import GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
 
 from trainers.trl_internals import ATTRIBUTES, OVERRIDDEN_METHODS, TESTED_TRL, warn_if_untested
 
@@ -30,6 +32,14 @@ def test_attributes_exist(tmp_path: Path) -> None:
     missing = [name for name in ATTRIBUTES if name not in dir(trainer)]
     assert not missing, f"TRL {trl.__version__} has no GRPOTrainer attributes {missing}"
     assert set(trainer._logs) == {"images", "prompt", "completion", "rewards", "advantages", "extra"}
+
+
+def test_names_of_vllm_generation_exist() -> None:
+    """What `trainers/vllm_cpu.py` exchanges and overrides."""
+    assert grpo_trainer.VLLMGeneration is VLLMGeneration
+    for name in ("_init_vllm", "sync_weights", "_iter_named_params"):
+        parameters = list(inspect.signature(getattr(VLLMGeneration, name)).parameters)
+        assert parameters == ["self"], f"TRL {trl.__version__} changed VLLMGeneration.{name}"
 
 
 def test_installed_trl_is_a_tested_one() -> None:

@@ -8,7 +8,7 @@
 2. That reload leaves a tied language model head on its old packed copy. The heads are packed again, from the weight
    that they share with the embedding.
 3. vLLM replaces `torch.set_num_threads`. The function and the thread count from before are put back once the engine
-   has started. (Where other work competes for the cores, `OMP_NUM_THREADS=1` made rollouts 7 times faster.)
+   has started. (On cores that other work uses too, one thread is several times faster: `OMP_NUM_THREADS=1`.)
 
 Two choices: the engine has the dtype of the trained model (vLLM's default would be bfloat16), so that log
 probabilities agree with the trainer's to rounding; and it runs eagerly, because a short run does not earn back the
