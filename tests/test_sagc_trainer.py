@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from datasets import Dataset
-from tiny import even_words, prompts, tiny_config, tiny_model, tiny_tokenizer, tiny_trainer
+from tiny import even_words, prompts, tiny_config, tiny_model, tiny_trainer
 from trl import GRPOTrainer
 
 from trainers import SAGCConfig, SAGCGRPOTrainer, SAGCMixin
@@ -69,12 +69,8 @@ def test_smaller_groups_run_fewer_rows_in_a_users_own_trainer(tmp_path: Path) ->
         scored.append(len(completions))
         return even_words(completions)
 
-    trainer = UsersSAGCTrainer(
-        model=tiny_model(),
-        reward_funcs=reward,
-        args=tiny_config(tmp_path, max_steps=6, rho=0.2, tau=1.5, V=0.05),
-        train_dataset=prompts(),
-        processing_class=tiny_tokenizer(),
+    trainer = tiny_trainer(
+        tmp_path, UsersSAGCTrainer, arguments={"reward_funcs": reward}, max_steps=6, rho=0.2, tau=1.5, V=0.05
     )
     trainer.train()
     sizes = decisions(trainer)
@@ -92,12 +88,13 @@ def test_groups_hold_completions_of_one_prompt(tmp_path: Path) -> None:
         seen.append(list(index))
         return even_words(completions)
 
-    trainer = SAGCGRPOTrainer(
-        model=tiny_model(),
-        reward_funcs=reward,
-        args=tiny_config(tmp_path, max_steps=6, rho=0.2, tau=1.5, V=0.05),
-        train_dataset=prompts(24),
-        processing_class=tiny_tokenizer(),
+    trainer = tiny_trainer(
+        tmp_path,
+        arguments={"reward_funcs": reward, "train_dataset": prompts(24)},
+        max_steps=6,
+        rho=0.2,
+        tau=1.5,
+        V=0.05,
     )
     trainer.train()
     epoch: list[int] = []
@@ -122,13 +119,7 @@ def test_resume_takes_the_decisions_of_an_uninterrupted_run(
     steps = 2 * save_at + 2
 
     def trainer(folder: str) -> Any:
-        return SAGCGRPOTrainer(
-            model=tiny_model(),
-            reward_funcs=even_words,
-            args=tiny_config(tmp_path / folder, max_steps=steps, **common),
-            train_dataset=prompts(12),
-            processing_class=tiny_tokenizer(),
-        )
+        return tiny_trainer(tmp_path / folder, arguments={"train_dataset": prompts(12)}, max_steps=steps, **common)
 
     whole = trainer("whole")
     whole.train()
@@ -176,12 +167,11 @@ def test_missing_and_nan_rewards_leave_the_controller_sound(tmp_path: Path) -> N
         values[0], values[-1] = None, float("nan")
         return values
 
-    trainer = SAGCGRPOTrainer(
-        model=tiny_model(),
-        reward_funcs=[reward, lambda completions, **_: [None] * len(completions)],
-        args=tiny_config(tmp_path, utility="signal", max_steps=3),
-        train_dataset=prompts(),
-        processing_class=tiny_tokenizer(),
+    trainer = tiny_trainer(
+        tmp_path,
+        arguments={"reward_funcs": [reward, lambda completions, **_: [None] * len(completions)]},
+        utility="signal",
+        max_steps=3,
     )
     trainer.train()
     text = json.dumps(trainer.group_size_controller.state_dict())
@@ -198,24 +188,21 @@ def test_infeasible_budget_warns_once_and_stays_small(tmp_path: Path, caplog: py
 
 
 def test_steps_per_generation_num_iterations_and_evaluation(tmp_path: Path) -> None:
-    trainer = SAGCGRPOTrainer(
-        model=tiny_model(),
-        reward_funcs=[even_words, lambda completions, **_: [float(len(c)) for c in completions]],
-        args=tiny_config(
-            tmp_path,
-            per_device_train_batch_size=16,
-            per_device_eval_batch_size=8,
-            steps_per_generation=2,
-            num_iterations=2,
-            max_steps=8,
-            rho=0.2,
-            V=0.05,
-            eval_strategy="steps",
-            eval_steps=3,
-        ),
-        train_dataset=prompts(),
-        eval_dataset=prompts(4),
-        processing_class=tiny_tokenizer(),
+    trainer = tiny_trainer(
+        tmp_path,
+        arguments={
+            "reward_funcs": [even_words, lambda completions, **_: [float(len(c)) for c in completions]],
+            "eval_dataset": prompts(4),
+        },
+        per_device_train_batch_size=16,
+        per_device_eval_batch_size=8,
+        steps_per_generation=2,
+        num_iterations=2,
+        max_steps=8,
+        rho=0.2,
+        V=0.05,
+        eval_strategy="steps",
+        eval_steps=3,
     )
     trainer.train()
     assert len(decisions(trainer)) == 2, "8 steps are two generations of 2 x 2 steps"
@@ -226,13 +213,7 @@ def test_steps_per_generation_num_iterations_and_evaluation(tmp_path: Path) -> N
 
 def test_streams(tmp_path: Path) -> None:
     def trainer(**overrides: Any) -> Any:
-        return SAGCGRPOTrainer(
-            model=tiny_model(),
-            reward_funcs=even_words,
-            args=tiny_config(tmp_path, **overrides),
-            train_dataset=prompts().to_iterable_dataset(),
-            processing_class=tiny_tokenizer(),
-        )
+        return tiny_trainer(tmp_path, arguments={"train_dataset": prompts().to_iterable_dataset()}, **overrides)
 
     running = trainer(max_steps=3, rho=0.2, V=0.05)
     running.train()
@@ -251,13 +232,8 @@ def test_completions_table_holds_one_batch(tmp_path: Path) -> None:
 
 
 def test_users_utility(tmp_path: Path) -> None:
-    trainer = SAGCGRPOTrainer(
-        model=tiny_model(),
-        reward_funcs=even_words,
-        args=tiny_config(tmp_path, max_steps=3, rho=0.9),
-        train_dataset=prompts(),
-        processing_class=tiny_tokenizer(),
-        group_size_utility=lambda size: -abs(size - 5.0),
+    trainer = tiny_trainer(
+        tmp_path, arguments={"group_size_utility": lambda size: -abs(size - 5.0)}, max_steps=3, rho=0.9
     )
     trainer.train()
     assert decisions(trainer) == [8, 5, 5]
@@ -304,13 +280,7 @@ def test_wrong_arguments_name_the_fix(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"needs args=SAGCConfig\(\.\.\.\), got GRPOConfig"):
         SAGCGRPOTrainer(model=tiny_model(), reward_funcs=even_words, args=plain, train_dataset=prompts())
     with pytest.raises(ValueError, match="train_dataset has 3 prompts, fewer than the 4"):
-        SAGCGRPOTrainer(
-            model=tiny_model(),
-            reward_funcs=even_words,
-            args=tiny_config(tmp_path),
-            train_dataset=Dataset.from_dict({"prompt": ["w1", "w2", "w3"]}),
-            processing_class=tiny_tokenizer(),
-        )
+        tiny_trainer(tmp_path, arguments={"train_dataset": Dataset.from_dict({"prompt": ["w1", "w2", "w3"]})})
 
 
 def test_checkpoint_of_another_grid_names_the_fix(tmp_path: Path) -> None:

@@ -71,11 +71,18 @@ def tiny_config(output_dir: Path | str, **overrides: Any) -> SAGCConfig:
     return SAGCConfig(output_dir=str(output_dir), **{**settings, **overrides})
 
 
-def tiny_trainer(output_dir: Path | str, trainer_class: type = SAGCGRPOTrainer, **overrides: Any) -> Any:
-    return trainer_class(
-        model=tiny_model(),
-        reward_funcs=even_words,
-        args=tiny_config(output_dir, **overrides),
-        train_dataset=prompts(),
-        processing_class=tiny_tokenizer(),
-    )
+def tiny_trainer(
+    output_dir: Path | str,
+    trainer_class: type = SAGCGRPOTrainer,
+    arguments: dict[str, Any] | None = None,
+    **overrides: Any,
+) -> Any:
+    """`arguments` go to the trainer, `overrides` to its configuration."""
+    defaults: dict[str, Any] = {
+        "model": tiny_model(),
+        "reward_funcs": even_words,
+        "args": tiny_config(output_dir, **overrides),
+        "train_dataset": prompts(),
+        "processing_class": tiny_tokenizer(),
+    }
+    return trainer_class(**{**defaults, **(arguments or {})})

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from tiny import even_words, prompts, tiny_config, tiny_model, tiny_tokenizer
+from tiny import tiny_trainer
 
 from trainers import SAGCGRPOTrainer
 
@@ -43,13 +43,7 @@ def trainer(folder: Path, **overrides: Any) -> RecordingTrainer:
         "max_completion_length": 64,
         **overrides,
     }
-    recording = RecordingTrainer(
-        model=tiny_model(),
-        reward_funcs=even_words,
-        args=tiny_config(folder, **settings),
-        train_dataset=prompts(),
-        processing_class=tiny_tokenizer(),
-    )
+    recording = tiny_trainer(folder, RecordingTrainer, **settings)
     if PartialState().process_index == 1:  # left to itself, rank 1 would take other decisions
         controller = recording.group_size_controller
         controller.config = replace(controller.config, rho=0.95)
