@@ -226,13 +226,16 @@ def report(trainer: SAGCGRPOTrainer, wandb_dir: str | None) -> None:
     """Write the metrics and the picture, and print the table."""
     config, history = trainer.args, trainer.state.log_history
     output = Path(config.output_dir)
-    output.mkdir(parents=True, exist_ok=True)
     metrics, picture = output / "metrics.jsonl", output / "summary.png"
-    metrics.write_text("".join(json.dumps(entry) + "\n" for entry in history))
-    places = {"metrics": str(metrics)}
-    if training_steps(history):
-        plot(history, picture)
-        places["plot"] = str(picture)
+    places = {}
+    try:
+        metrics.write_text("".join(json.dumps(entry) + "\n" for entry in history))
+        places["metrics"] = str(metrics)
+        if training_steps(history):
+            plot(history, picture)
+            places["plot"] = str(picture)
+    except OSError as error:  # such as a full disk: the table below is still shown
+        print(f"error: metrics and plot could not be written completely: {error}", file=sys.stderr)
     if wandb_dir is not None:
         places["wandb"] = str(Path(wandb_dir) / "wandb")
     places["checkpoint"] = last_checkpoint(config.output_dir) or "none saved (see save_steps)"

@@ -7,7 +7,8 @@ from typing import Any
 import pandas as pd
 import pytest
 from datasets import Dataset
-from tiny import even_words, prompts, tiny_config, tiny_model, tiny_trainer
+from peft import LoraConfig
+from tiny import even_words, prompts, tiny_config, tiny_model, tiny_tokenizer, tiny_trainer
 from trl import GRPOTrainer
 
 from trainers import SAGCConfig, SAGCGRPOTrainer, SAGCMixin
@@ -281,6 +282,90 @@ def test_wrong_arguments_name_the_fix(tmp_path: Path) -> None:
         SAGCGRPOTrainer(model=tiny_model(), reward_funcs=even_words, args=plain, train_dataset=prompts())
     with pytest.raises(ValueError, match="train_dataset has 3 prompts, fewer than the 4"):
         tiny_trainer(tmp_path, arguments={"train_dataset": Dataset.from_dict({"prompt": ["w1", "w2", "w3"]})})
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"controller": {}}', '{"step": 2, "cycle_group_size": 8}'])
+def test_damaged_state_file_names_the_fix(tmp_path: Path, content: str) -> None:
+    trained(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    (tmp_path / "checkpoint-2" / STATE_FILE).write_text(content)
+    with pytest.raises(ValueError, match=r"sagc_state\.json is damaged .* Resume from another checkpoint"):
+        tiny_trainer(tmp_path, max_steps=4).train(resume_from_checkpoint=True)
+
+
+def test_checkpoint_without_a_state_starts_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    (tmp_path / "checkpoint-2" / STATE_FILE).unlink()
+    trainer = tiny_trainer(tmp_path, max_steps=3)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.group_size_controller.state.boundary == 1
+    assert any("controller starts anew" in record.getMessage() for record in caplog.records)
+
+
+class OwnSignatureTrainer(GRPOTrainer):
+    def __init__(self, network: Any, config: SAGCConfig) -> None:
+        super().__init__(
+            model=network,
+            reward_funcs=even_words,
+            args=config,
+            train_dataset=prompts(),
+            processing_class=tiny_tokenizer(),
+        )
+
+
+class OwnSignatureSAGCTrainer(SAGCMixin, OwnSignatureTrainer):
+    pass
+
+
+def test_a_users_trainer_may_have_its_own_signature(tmp_path: Path) -> None:
+    trainer = OwnSignatureSAGCTrainer(network=tiny_model(), config=tiny_config(tmp_path, max_steps=2, rho=0.6, V=0.05))
+    trainer.train()
+    assert len(set(decisions(trainer))) > 1
+
+
+LORA = LoraConfig(target_modules=["q_proj", "v_proj"])
+
+
+def fixed_rollouts(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+    lengths = [2 + (5 * i) % 11 for i in range(len(prompts))]
+    return {
+        "prompt_ids": [[3, 4] for _ in lengths],
+        "completion_ids": [[5] * (n - 1) + [1] for n in lengths],
+        "logprobs": [[-1.0] * n for n in lengths],
+        "env_mask": [[1] * (n - 1) + [0] for n in lengths],
+    }
+
+
+async def even_words_later(completions: list[str], **_: Any) -> list[float]:
+    return even_words(completions)
+
+
+def conversations() -> dict[str, Any]:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    rows = [[{"role": "user", "content": f"w{i}"}] for i in range(24)]
+    return {
+        "processing_class": tokenizer,
+        "train_dataset": Dataset.from_dict({"prompt": rows, "meta": [{"a": i, "b": None} for i in range(24)]}),
+        "reward_funcs": lambda completions, meta, **_: even_words([turns[0]["content"] for turns in completions]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        pytest.param(
+            {"peft_config": LoraConfig(target_modules=["q_proj"])}, {"gradient_checkpointing": True}, id="peft"
+        ),
+        pytest.param({"rollout_func": fixed_rollouts}, {}, id="rollout_func"),
+        pytest.param({"reward_funcs": [even_words_later, even_words]}, {}, id="async reward"),
+        pytest.param(conversations(), {}, id="conversations"),
+        pytest.param({}, {"dataloader_num_workers": 2}, id="workers"),
+    ],
+)
+def test_what_grpo_accepts_works(tmp_path: Path, arguments: dict[str, Any], settings: dict[str, Any]) -> None:
+    trainer = tiny_trainer(tmp_path, arguments=arguments, max_steps=3, rho=0.5, tau=1.5, V=0.05, **settings)
+    trainer.train()
+    assert len(set(decisions(trainer))) > 1
 
 
 def test_checkpoint_of_another_grid_names_the_fix(tmp_path: Path) -> None:

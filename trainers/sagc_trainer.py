@@ -25,7 +25,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from sagc import Decision, GroupSizeController, default_v
 from sagc.controller import initial_state, utilities
@@ -58,9 +58,10 @@ class SAGCMixin(_Trainer):
             Your own utility of a group size, instead of `args.utility`.
 
     Checkpoint behavior: `sagc_state.json` in each checkpoint holds the controller's queue, estimates and next size and
-    the position in the generation cycle. A resumed run takes the same decisions as an uninterrupted one. When a run is
-    resumed in the middle of a cycle (`steps_per_generation * num_iterations > gradient_accumulation_steps`), TRL
-    generates that batch again: it gets the size it had, and is not counted twice.
+    the position in the generation cycle. A run resumed from a checkpoint between two generations takes the same
+    decisions as an uninterrupted one, bit for bit. In the middle of a cycle (`steps_per_generation * num_iterations`
+    above `gradient_accumulation_steps`) TRL generates the batch again: it gets the size it had and is not counted
+    twice, but its new random draws make later batches differ, as they do in TRL.
 
     Raises:
         `TypeError`: If `args` is not a [`SAGCConfig`].
@@ -69,11 +70,14 @@ class SAGCMixin(_Trainer):
 
     def __init__(self, *args: Any, group_size_utility: Callable[[int], float] | None = None, **kwargs: Any) -> None:
         warn_if_untested()
-        config = kwargs.get("args", args[2] if len(args) > 2 else None)
-        if not isinstance(config, SAGCConfig):
+        # Your trainer's signature may differ from TRL's, so the configuration is known by its type.
+        given = [*args, *kwargs.values()]
+        config = next((value for value in given if isinstance(value, SAGCConfig)), None)
+        if config is None:
+            found = next((type(value).__name__ for value in given if isinstance(value, GRPOConfig)), "none")
             raise TypeError(
-                f"{type(self).__name__} needs args=SAGCConfig(...), got {type(config).__name__}: SAGCConfig takes "
-                "every field of GRPOConfig and adds the straggler budget."
+                f"{type(self).__name__} needs args=SAGCConfig(...), got {found}: SAGCConfig takes every field of "
+                "GRPOConfig and adds the straggler budget."
             )
         with colocated_on_cpu(config):
             super().__init__(*args, **kwargs)
@@ -241,15 +245,22 @@ class SAGCMixin(_Trainer):
         if checkpoint is None:
             return
         path = Path(checkpoint) / STATE_FILE
-        state = [json.loads(path.read_text()) if self.accelerator.is_main_process and path.exists() else None]
-        broadcast_object_list(state)
-        if state[0] is None:
+        text = [path.read_text() if self.accelerator.is_main_process and path.exists() else None]
+        broadcast_object_list(text)
+        if text[0] is None:
             logger.warning(f"{path} is missing: the group size controller starts anew.")
             return
-        self._controller.load_state_dict(state[0]["controller"])
-        self._step = state[0]["step"]
-        self.num_generations = state[0]["cycle_group_size"]
-        self._resumed_mid_cycle = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+        try:
+            state = json.loads(text[0])
+            step, size, controller = state["step"], state["cycle_group_size"], state["controller"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} is damaged ({type(error).__name__}: {error}). Resume from another checkpoint, or delete the "
+                "file to start the group size controller anew."
+            ) from error
+        self._controller.load_state_dict(controller)
+        self._step, self.num_generations = step, size
+        self._resumed_mid_cycle = step % (self.args.steps_per_generation * self.num_iterations) != 0
         # The sampler draws a new order each epoch; a new one must pass over those of finished epochs.
         if not isinstance(self.train_dataset, IterableDataset) and self.shuffle_dataset:
             for _ in range(int(self.state.epoch)):
