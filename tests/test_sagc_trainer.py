@@ -322,9 +322,6 @@ def test_a_users_trainer_may_have_its_own_signature(tmp_path: Path) -> None:
     assert len(set(decisions(trainer))) > 1
 
 
-LORA = LoraConfig(target_modules=["q_proj", "v_proj"])
-
-
 def fixed_rollouts(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
     lengths = [2 + (5 * i) % 11 for i in range(len(prompts))]
     return {
