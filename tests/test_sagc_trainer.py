@@ -168,16 +168,14 @@ def test_missing_and_nan_rewards_leave_the_controller_sound(tmp_path: Path) -> N
         values[0], values[-1] = None, float("nan")
         return values
 
-    trainer = tiny_trainer(
-        tmp_path,
-        arguments={"reward_funcs": [reward, lambda completions, **_: [None] * len(completions)]},
-        utility="signal",
-        max_steps=3,
-    )
-    trainer.train()
+    arguments = {"reward_funcs": [reward, lambda completions, **_: [None] * len(completions)]}
+    trainer = trained(tmp_path, arguments=arguments, utility="signal", max_steps=3)
     text = json.dumps(trainer.group_size_controller.state_dict())
     assert "NaN" not in text
     assert "Infinity" not in text
+    # The first and the last of four groups lack a reward at each of three steps, so two teach the utility.
+    weight = trainer.group_size_controller.state.mixed_weight
+    assert weight[0] == pytest.approx(2 * (1 + 0.95 + 0.95**2))
     assert all(0 <= entry["sagc/utility"] <= 1 for entry in train_log(trainer))
 
 
@@ -328,8 +326,24 @@ def fixed_rollouts(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         "prompt_ids": [[3, 4] for _ in lengths],
         "completion_ids": [[5] * (n - 1) + [1] for n in lengths],
         "logprobs": [[-1.0] * n for n in lengths],
-        "env_mask": [[1] * (n - 1) + [0] for n in lengths],
+        "env_mask": [[1] * (n - 2) + [0, 0] for n in lengths],
+        "row": list(range(len(lengths))),
     }
+
+
+def test_rollout_func_fields_stay_with_their_rows_and_masked_tokens_do_not_count(tmp_path: Path) -> None:
+    rows: list[list[int]] = []
+
+    def reward(completions: list[str], row: list[int], **kwargs: Any) -> list[float]:
+        rows.append(row)
+        return even_words(completions)
+
+    arguments = {"rollout_func": fixed_rollouts, "reward_funcs": reward}
+    trainer = trained(tmp_path, arguments=arguments, max_steps=2)
+    assert rows == [list(range(4 * int(size))) for size in decisions(trainer)]
+    for entry in train_log(trainer):
+        mean, longest = entry["completions/mean_length"], entry["completions/max_length"]
+        assert entry["sagc/stall_fraction"] == pytest.approx(1 - mean / longest)
 
 
 async def even_words_later(completions: list[str], **_: Any) -> list[float]:
