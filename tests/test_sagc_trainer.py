@@ -11,6 +11,7 @@ from peft import LoraConfig
 from tiny import even_words, prompts, tiny_config, tiny_model, tiny_tokenizer, tiny_trainer
 from trl import GRPOTrainer
 
+from sagc import default_v
 from trainers import SAGCConfig, SAGCGRPOTrainer, SAGCMixin
 from trainers.sagc_trainer import STATE_FILE
 
@@ -236,6 +237,7 @@ def test_users_utility(tmp_path: Path) -> None:
     )
     trainer.train()
     assert decisions(trainer) == [8, 5, 5]
+    assert trainer.group_size_controller.config.v == default_v(3, utility_range=3.0)  # from -3 at sizes 2 and 8 to 0
 
 
 @pytest.mark.parametrize(
@@ -389,8 +391,6 @@ def test_checkpoint_of_another_grid_names_the_fix(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("horizon", "settings"), [(10, {"max_steps": 10}), (12, {"num_train_epochs": 2})])
 def test_default_v_follows_the_horizon(tmp_path: Path, horizon: int, settings: dict[str, Any]) -> None:
-    from sagc import default_v
-
     trainer = tiny_trainer(tmp_path, **{"max_steps": -1, "utility": "signal", **settings})
     assert trainer.group_size_controller.config.v == default_v(horizon)
 

@@ -101,7 +101,7 @@ class SAGCMixin(_Trainer):
             parameters = replace(parameters, utility=group_size_utility)
         if config.V is None:
             values = utilities(parameters, initial_state(parameters))
-            spread = 1.0 if parameters.utility == "signal" else float(values[-1] - values[0])
+            spread = 1.0 if parameters.utility == "signal" else float(np.ptp(values))
             parameters = replace(parameters, v=default_v(horizon, spread))
         return GroupSizeController(parameters)
 
@@ -244,6 +244,10 @@ class SAGCMixin(_Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
+        # The sampler draws a new order each epoch; a new one must pass over those of finished epochs.
+        if not isinstance(self.train_dataset, IterableDataset) and self.shuffle_dataset:
+            for _ in range(int(self.state.epoch)):
+                torch.randperm(self._prompt_sampler.num_samples, generator=self._prompt_sampler.generator)
         path = Path(checkpoint) / STATE_FILE
         text = [path.read_text() if self.accelerator.is_main_process and path.exists() else None]
         broadcast_object_list(text)
@@ -259,12 +263,8 @@ class SAGCMixin(_Trainer):
                 "file to start the group size controller anew."
             ) from error
         self._controller.load_state_dict(controller)
-        self._step, self.num_generations = step, size
+        self._step, self.num_generations, self._buffered_inputs = step, size, None
         self._resumed_mid_cycle = step % (self.args.steps_per_generation * self.num_iterations) != 0
-        # The sampler draws a new order each epoch; a new one must pass over those of finished epochs.
-        if not isinstance(self.train_dataset, IterableDataset) and self.shuffle_dataset:
-            for _ in range(int(self.state.epoch)):
-                torch.randperm(self._prompt_sampler.num_samples, generator=self._prompt_sampler.generator)
 
 
 class SAGCGRPOTrainer(SAGCMixin, GRPOTrainer):

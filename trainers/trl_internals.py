@@ -14,10 +14,11 @@ Overridden methods of `GRPOTrainer` (each calls `super()` unless said otherwise)
 | `_calculate_rewards` | reads the rewards |
 | `_save_checkpoint`, `_load_optimizer_and_scheduler` | carry the controller's state |
 
-Attributes: `num_generations` is written before each generation; `_step` is restored on resume, so that the phase
-within a generation cycle is right; `_metrics` takes our metrics; `_logs`, the buffer of the completions table, is
-emptied before each generation (TRL sizes it for the largest group, so a smaller one would leave rows of the batch
-before); `reward_weights`, `num_iterations`, `eos_token_ids`, `shuffle_dataset` and `_tokenizer` are read.
+Attributes: `num_generations` is written before each generation; `_step` is restored and `_buffered_inputs` dropped on
+resume, so that the phase within a generation cycle is right; `_metrics` takes our metrics; `_logs`, the buffer of the
+completions table, is emptied before each generation (TRL sizes it for the largest group, so a smaller one would leave
+rows of the batch before); `reward_weights`, `num_iterations`, `eos_token_ids`, `shuffle_dataset` and `_tokenizer` are
+read.
 
 vLLM on CPU needs a few more names; they are listed in `trainers/vllm_cpu.py`, which alone touches them.
 """
@@ -48,6 +49,7 @@ ATTRIBUTES = (
     "num_generations",
     "num_iterations",
     "_step",
+    "_buffered_inputs",
     "_metrics",
     "_logs",
     "reward_weights",
