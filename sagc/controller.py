@@ -359,6 +359,19 @@ def _learn_mixed(
     return keep * before[0] + total, keep * before[1] + weight
 
 
+def _check_saved_numbers(values: dict[str, Any], sizes: Any) -> None:
+    """A state that loads must also run: numbers where numbers belong, and one of each estimate per size."""
+    try:
+        curves = [np.asarray(values[name], dtype=np.float64) for name in values if name.endswith(("_sum", "_weight"))]
+        numbers = np.concatenate([np.ravel(curve) for curve in curves] + [np.ravel(float(values["queue"]))])
+        valid = np.isfinite(numbers).all() and values["group_size"] in sizes and int(values["boundary"]) >= 0
+        valid = valid and all(curve.shape in ((), (len(sizes),)) for curve in curves)
+    except (TypeError, ValueError):
+        valid = False
+    if not valid:
+        raise ValueError("The saved controller is damaged: it lacks a finite number for each entry and size.")
+
+
 class GroupSizeController:
     """
     Stateful shell around the control law.
@@ -439,6 +452,7 @@ class GroupSizeController:
         if set(values) != expected:
             raise ValueError(f"A saved controller has the entries {sorted(expected)}, got {sorted(values)}.")
         sizes: Sequence[int] = values.pop("sizes")
+        _check_saved_numbers(values, sizes)
         if tuple(sizes) != self.config.sizes:
             raise ValueError(
                 f"The saved controller has group sizes {tuple(sizes)}, this run has {self.config.sizes}: restore "

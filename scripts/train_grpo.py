@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -200,10 +201,13 @@ def build_trainer(run: RunArguments, config: SAGCConfig, model: ModelConfig) -> 
     return trainer
 
 
-def last_checkpoint(output_dir: str) -> str | None:
-    """The latest complete checkpoint: `trainer_state.json` is written last."""
-    complete = [path.parent for path in Path(output_dir).glob("checkpoint-*/trainer_state.json")]
-    steps = {int(path.name.removeprefix("checkpoint-")): path for path in complete}
+def last_checkpoint(output_dir: str, since: float = 0.0) -> str | None:
+    """The latest complete checkpoint, finished after `since`: `trainer_state.json` is written last."""
+    steps = {
+        int(path.parent.name.removeprefix("checkpoint-")): path.parent
+        for path in Path(output_dir).glob("checkpoint-*/trainer_state.json")
+        if path.parent.name.removeprefix("checkpoint-").isdecimal() and path.stat().st_mtime >= since
+    }
     return str(steps[max(steps)]) if steps else None
 
 
@@ -215,6 +219,8 @@ def checkpoint_to_resume(config: SAGCConfig) -> str | None:
     if wanted.lower() != "true":
         if not Path(wanted).is_dir():
             raise FileNotFoundError(f"resume_from_checkpoint: there is no folder {wanted}.")
+        if not (Path(wanted) / "trainer_state.json").is_file():
+            raise FileNotFoundError(f"resume_from_checkpoint: {wanted} is no complete checkpoint.")
         return wanted
     last = last_checkpoint(config.output_dir)
     if last is None:
@@ -222,7 +228,7 @@ def checkpoint_to_resume(config: SAGCConfig) -> str | None:
     return last
 
 
-def report(trainer: SAGCGRPOTrainer, wandb_dir: str | None) -> None:
+def report(trainer: SAGCGRPOTrainer, checkpoint: str | None, wandb_dir: str | None) -> None:
     """Write the metrics and the picture, and print the table."""
     config, history = trainer.args, trainer.state.log_history
     output = Path(config.output_dir)
@@ -238,7 +244,7 @@ def report(trainer: SAGCGRPOTrainer, wandb_dir: str | None) -> None:
         print(f"error: metrics and plot could not be written completely: {error}", file=sys.stderr)
     if wandb_dir is not None:
         places["wandb"] = str(Path(wandb_dir) / "wandb")
-    places["checkpoint"] = last_checkpoint(config.output_dir) or "none saved (see save_steps)"
+    places["checkpoint"] = checkpoint or "none saved (see save_steps)"
     print()
     if training_steps(history):
         print(format_summary(summarize(history, largest=config.num_generations), places))
@@ -247,8 +253,8 @@ def report(trainer: SAGCGRPOTrainer, wandb_dir: str | None) -> None:
     state = trainer.state
     if state.global_step < state.max_steps:
         again = (
-            "run the same command with --resume_from_checkpoint true to go on from the checkpoint above"
-            if last_checkpoint(config.output_dir)
+            f"run the same command with --resume_from_checkpoint {checkpoint} to go on"
+            if checkpoint
             else "without a checkpoint, a new run starts from the beginning"
         )
         print(f"\nNot finished: step {state.global_step} of {state.max_steps}; {again}.")
@@ -259,6 +265,7 @@ def train(trainer: SAGCGRPOTrainer, checkpoint: str | None, wandb_dir: str | Non
     """Train, and report whatever happens."""
     # A scheduler's SIGTERM ends the run as Ctrl-C does: with its metrics written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    started = time.time()
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except KeyboardInterrupt:
@@ -266,7 +273,8 @@ def train(trainer: SAGCGRPOTrainer, checkpoint: str | None, wandb_dir: str | Non
         return 130
     finally:
         if trainer.is_world_process_zero():
-            report(trainer, wandb_dir)
+            # Not one that another run left in the same folder.
+            report(trainer, last_checkpoint(trainer.args.output_dir, since=started) or checkpoint, wandb_dir)
     return 0
 
 

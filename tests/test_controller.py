@@ -370,3 +370,13 @@ def test_the_law_is_a_pure_function() -> None:
     assert first == second
     assert state == initial_state(settings)
     np.testing.assert_array_equal(estimated_risk(settings, first[0])[0], estimated_risk(settings, second[0])[0])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"queue": None}, {"queue": float("nan")}, {"risk_sum": [1.0]}, {"group_size": 99}, {"mixed_sum": None}],
+)
+def test_a_damaged_state_is_refused_when_it_is_loaded(damage: dict[str, Any]) -> None:
+    controller = GroupSizeController(config())
+    with pytest.raises(ValueError, match="damaged"):
+        controller.load_state_dict({**controller.state_dict(), **damage})

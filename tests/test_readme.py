@@ -24,3 +24,10 @@ def test_parameter_table_has_the_defaults() -> None:
     for name in ("rho", "tau", "min_group_size", "utility", "forgetting_factor", "change_every", "straggler_event"):
         assert rows[name] == str(defaults[name])
     assert defaults["num_generations"] == 8
+
+
+def test_first_snippet_is_a_valid_configuration(tmp_path: Path) -> None:
+    (call,) = re.findall(r"^args = SAGCConfig\((.*)\)$", README, re.MULTILINE)
+    settings = eval(f"dict({call})")
+    config = SAGCConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **settings)
+    assert config.prompts_per_process == 8

@@ -284,7 +284,16 @@ def test_wrong_arguments_name_the_fix(tmp_path: Path) -> None:
         tiny_trainer(tmp_path, arguments={"train_dataset": Dataset.from_dict({"prompt": ["w1", "w2", "w3"]})})
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"controller": {}}', '{"step": 2, "cycle_group_size": 8}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[1]",
+        '{"step": "a", "cycle_group_size": 8, "controller": {}}',
+        '{"controller": {}}',
+        '{"step": 2, "cycle_group_size": 8}',
+    ],
+)
 def test_damaged_state_file_names_the_fix(tmp_path: Path, content: str) -> None:
     trained(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
     (tmp_path / "checkpoint-2" / STATE_FILE).write_text(content)

@@ -249,14 +249,14 @@ class SAGCMixin(_Trainer):
             for _ in range(int(self.state.epoch)):
                 torch.randperm(self._prompt_sampler.num_samples, generator=self._prompt_sampler.generator)
         path = Path(checkpoint) / STATE_FILE
-        text = [path.read_text() if self.accelerator.is_main_process and path.exists() else None]
+        text = [_read_state(path) if self.accelerator.is_main_process else None]
         broadcast_object_list(text)
         if text[0] is None:
             logger.warning(f"{path} is missing: the group size controller starts anew.")
             return
         try:
             state = json.loads(text[0])
-            step, size, controller = state["step"], state["cycle_group_size"], state["controller"]
+            step, size, controller = int(state["step"]), int(state["cycle_group_size"]), dict(state["controller"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path} is damaged ({type(error).__name__}: {error}). Resume from another checkpoint, or delete the "
@@ -265,6 +265,16 @@ class SAGCMixin(_Trainer):
         self._controller.load_state_dict(controller)
         self._step, self.num_generations, self._buffered_inputs = step, size, None
         self._resumed_mid_cycle = step % (self.args.steps_per_generation * self.num_iterations) != 0
+
+
+def _read_state(path: Path) -> str | None:
+    """None if there is no file; an unreadable one reads as empty, which is reported as damaged on every rank."""
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 class SAGCGRPOTrainer(SAGCMixin, GRPOTrainer):
@@ -290,7 +300,7 @@ class SAGCGRPOTrainer(SAGCMixin, GRPOTrainer):
     trainer = SAGCGRPOTrainer(
         model="Qwen/Qwen3-0.6B",
         reward_funcs=reward_func,
-        args=SAGCConfig(num_generations=16, rho=0.3),
+        args=SAGCConfig(per_device_train_batch_size=128, num_generations=16, rho=0.3),
         train_dataset=dataset,
     )
     trainer.train()
