@@ -73,6 +73,10 @@ def test_a_real_run_its_repetition_and_its_resumption(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_interrupted_in_the_middle_of_a_step(tmp_path: Path) -> None:
     output = tmp_path / "run"
+    for name in ("checkpoint-best", "checkpoint-40"):  # left by an earlier run
+        (output / name).mkdir(parents=True)
+        (output / name / "trainer_state.json").write_text("{}")
+        os.utime(output / name / "trainer_state.json", (0, 0))
     process = subprocess.Popen(
         command(output, max_steps=50), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
     )
@@ -101,6 +105,7 @@ def test_interrupted_in_the_middle_of_a_step(tmp_path: Path) -> None:
         ({"min_group_size": 5}, "min_group_size (5) is above num_generations (4)"),
         ({"no_such_field": 1}, "no_such_field"),
         ({"resume_from_checkpoint": "nowhere"}, "there is no folder nowhere"),
+        ({"resume_from_checkpoint": "."}, ". is no complete checkpoint"),
         ({"model_name_or_path": "/nowhere/model"}, "/nowhere/model"),
     ],
 )
