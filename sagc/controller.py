@@ -432,6 +432,22 @@ class GroupSizeController:
         self.state, decision = update(self.config, self.state, Observation(array, cut, reward_array))
         return decision
 
+    def count_events(self, rate: float) -> None:
+        """
+        Takes in the event rate of a batch whose groups this controller did not size; the estimates stay as they are.
+
+        Args:
+            rate (`float`):
+                Share of groups with a straggler event.
+        """
+        before = self.state
+        self.state = replace(before, boundary=before.boundary + 1, event_rate_sum=before.event_rate_sum + rate)
+
+    @property
+    def straggler_rate_running(self) -> float:
+        """Average event rate of all batches so far."""
+        return self.state.event_rate_sum / max(self.state.boundary, 1)
+
     def state_dict(self) -> dict[str, Any]:
         """State and grid as plain JSON types."""
         return {"sizes": list(self.config.sizes), **asdict(self.state)}

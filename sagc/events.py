@@ -1,16 +1,18 @@
 """When a group of completions counts as a straggler event.
 
-Two definitions, both on the lengths of one group (tokens, or seconds where the backend reports them):
+Three definitions:
 
 - `ratio`: longest >= tau * median. The median is the *lower* one, the `ceil(n / 2)`-th smallest: it is always one of
   the observed lengths (so a subset's event probability has a closed form, see `sagc.risk`), it is what `torch.median`
   returns, and it can fire at group size 2, where the upper median never could.
+- `duration`: the same on the seconds until each completion was finished, where the backend reports them. It sees what
+  lengths do not, such as a completion that waited for its turn.
 - `absolute`: longest >= a fixed length.
 
 A completion that was cut off at `max_completion_length` is *censored*: its true length is unknown and at least that.
-It is therefore taken as no shorter than the longest of its group, and under `ratio` a group whose median is itself cut
-off is an event: its ratio would read 1.0 although the whole group stalled to the limit. A group of empty completions
-is no event.
+It is therefore taken as no shorter than the longest of its group, and under `ratio` and `duration` a group whose
+median is itself cut off is an event: its ratio would read 1.0 although the whole group stalled to the limit. A group
+of empty completions is no event.
 """
 
 from dataclasses import dataclass
@@ -30,7 +32,8 @@ class StragglerEvent:
 
     Args:
         kind (`str`, *optional*, defaults to `"ratio"`):
-            `"ratio"` (longest >= `tau` * lower median) or `"absolute"` (longest >= `length`).
+            `"ratio"` (longest >= `tau` * lower median), `"duration"` (the same rule; the observed lengths are seconds)
+            or `"absolute"` (longest >= `length`).
         tau (`float`, *optional*, defaults to `2.0`):
             Ratio that makes an event, above 1. At 2.0 half of the group's engine time goes to waiting.
         length (`float`, *optional*):
@@ -40,16 +43,17 @@ class StragglerEvent:
         `ValueError`: If `kind` is unknown, `tau <= 1`, or `length` is missing or not positive for `"absolute"`.
     """
 
-    kind: Literal["ratio", "absolute"] = "ratio"
+    kind: Literal["ratio", "duration", "absolute"] = "ratio"
     tau: float = 2.0
     length: float | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("ratio", "absolute"):
-            raise ValueError(f"Unknown straggler event {self.kind!r}: use 'ratio' or 'absolute'.")
+        if self.kind not in ("ratio", "duration", "absolute"):
+            raise ValueError(f"Unknown straggler event {self.kind!r}: use 'ratio', 'duration' or 'absolute'.")
         if not (np.isfinite(self.tau) and self.tau > 1):
             raise ValueError(
-                f"tau must be above 1, got {self.tau}: at 1 every group is a straggler event. Usual values: 1.5 to 3."
+                f"tau must be above 1 and finite, got {self.tau}: at 1 every group is a straggler event. "
+                "Usual values: 1.5 to 3."
             )
         if self.kind == "absolute" and not (self.length is not None and np.isfinite(self.length) and self.length > 0):
             raise ValueError(

@@ -57,6 +57,24 @@ def mixed_reward_curves(rewards: npt.ArrayLike, sizes: Sequence[int]) -> FloatAr
     return np.asarray(np.clip(1.0 - all_equal, 0.0, 1.0))
 
 
+def informative_groups(rewards: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+    """
+    Whether each group's rewards are not all equal: the `signal` of a group at its own size.
+
+    Args:
+        rewards (array-like of shape `(groups, n)`):
+            Rewards; NaN marks a completion without one, which does not count.
+
+    Returns:
+        `np.ndarray` of bool of shape `(groups,)`: what [`mixed_reward_curves`] estimates for smaller sizes.
+    """
+    array = np.round(np.asarray(rewards, dtype=np.float64), 6)
+    scored = ~np.isnan(array)
+    highest = np.where(scored, array, -np.inf).max(axis=1)
+    lowest = np.where(scored, array, np.inf).min(axis=1)
+    return np.asarray(highest > lowest)
+
+
 def extrapolate_mixed(curve: npt.ArrayLike, size: int, sizes: Sequence[int]) -> FloatArray:
     """
     Chance of a mixed group at sizes above those observed.

@@ -245,7 +245,7 @@ def test_users_utility(tmp_path: Path) -> None:
     [
         ({"min_group_size": 9}, r"min_group_size \(9\) is above num_generations \(8\)"),
         ({"min_group_size": 1}, "min_group_size must be at least 2"),
-        ({"tau": 1.0}, "tau must be above 1, got 1.0"),
+        ({"tau": 1.0}, "tau must be above 1 and finite, got 1.0"),
         ({"tau": float("nan")}, "tau must be above 1"),
         ({"rho": 0.0}, "rho must lie between 0 and 1"),
         ({"rho": 1.0}, "rho must lie between 0 and 1"),

@@ -7,30 +7,34 @@ reward reshaping, vLLM de-duplication and advantages follow `self.num_generation
 
 Every process gathers the same lengths, truncation flags and rewards; rank 0 decides and broadcasts the controller's
 state, so all use the same size at every boundary.
+
+A subclass that samples in several rounds overrides `_sample`: it calls `_sample_round` as often as it needs, and
+`_train_on` with the completions it chose.
 """
 
-import copy
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from sagc import Decision, GroupSizeController, default_v
+from sagc import Decision, GroupSizeController, StragglerEvent, default_v, straggler_events
 from sagc.controller import initial_state, utilities
 
-from .sagc_config import SAGCConfig
+from .adaptive_budgets import AdaptiveBudgets, budget_grid, sample_adaptively
+from .rollout_mixin import RolloutMixin
+from .rollouts import LocalRecord, Round, merged, repeat_rows, stall
+from .sagc_config import SAGCArguments, SAGCConfig
 from .trl_internals import RepeatSampler, repeat_iterable_dataset, warn_if_untested
 from .vllm_cpu import colocated_on_cpu
 
@@ -38,18 +42,13 @@ logger = get_logger(__name__)
 
 STATE_FILE = "sagc_state.json"
 
-# The mixin is for any GRPOTrainer: it is one to the type checker, and at run time comes before yours.
-if TYPE_CHECKING:
-    from trl import GRPOTrainer as _Trainer
-else:
-    _Trainer = object
 
-
-class SAGCMixin(_Trainer):
+class SAGCMixin(RolloutMixin):
     """
-    Straggler-aware group control for any subclass of [`~trl.GRPOTrainer`].
+    Straggler-aware group control for any subclass of [`~trl.GRPOTrainer`] or [`~trl.RLOOTrainer`].
 
-    Put it before your trainer: `class MySAGCTrainer(SAGCMixin, MyGRPOTrainer): pass`, and pass a [`SAGCConfig`].
+    Put it before your trainer: `class MySAGCTrainer(SAGCMixin, MyGRPOTrainer): pass`, and pass a [`SAGCConfig`]
+    ([`SAGCRLOOConfig`] for RLOO).
 
     Args:
         *args, **kwargs:
@@ -70,20 +69,11 @@ class SAGCMixin(_Trainer):
 
     def __init__(self, *args: Any, group_size_utility: Callable[[int], float] | None = None, **kwargs: Any) -> None:
         warn_if_untested()
-        # Your trainer's signature may differ from TRL's, so the configuration is known by its type.
-        given = [*args, *kwargs.values()]
-        config = next((value for value in given if isinstance(value, SAGCConfig)), None)
-        if config is None:
-            found = next((type(value).__name__ for value in given if isinstance(value, GRPOConfig)), "none")
-            raise TypeError(
-                f"{type(self).__name__} needs args=SAGCConfig(...), got {found}: SAGCConfig takes every field of "
-                "GRPOConfig and adds the straggler budget."
-            )
+        config = self._find_config([*args, *kwargs.values()])
         with colocated_on_cpu(config):
             super().__init__(*args, **kwargs)
         self._controller = self._build_controller(config, group_size_utility)
-        self._batch_lengths: tuple[list[int], list[bool]] = ([], [])
-        self._batch_rewards: torch.Tensor | None = None
+        self._budgets = self._build_budgets(config)
         self._resumed_mid_cycle = False
         self._warned_infeasible = False
         self.accelerator.print(
@@ -91,19 +81,46 @@ class SAGCMixin(_Trainer):
             f"{config.prompts_per_process} prompts per process and generation, V={self._controller.config.v:.3g}"
         )
 
+    def _find_config(self, given: list[Any]) -> SAGCArguments:
+        # Your trainer's signature may differ from TRL's, so the configuration is known by its type.
+        config = next((value for value in given if isinstance(value, SAGCArguments)), None)
+        if config is None:
+            kinds = (GRPOConfig, RLOOConfig, dict)
+            found = next((type(value).__name__ for value in given if isinstance(value, kinds)), "none")
+            raise TypeError(
+                f"{type(self).__name__} needs args=SAGCConfig(...), got {found}: SAGCConfig takes every field of "
+                "GRPOConfig and adds the straggler budget (SAGCRLOOConfig does so for RLOOConfig). A trainer that "
+                "builds its own configuration must be given one."
+            )
+        return config
+
     def _build_controller(
-        self, config: SAGCConfig, group_size_utility: Callable[[int], float] | None
+        self, config: SAGCArguments, group_size_utility: Callable[[int], float] | None
     ) -> GroupSizeController:
         dataset = self.train_dataset
-        horizon = config.decision_horizon(None if isinstance(dataset, IterableDataset) else len(dataset))
+        self._horizon = config.decision_horizon(None if isinstance(dataset, IterableDataset) else len(dataset))
         parameters = config.controller_config(1.0 if config.V is None else config.V)
         if group_size_utility is not None:
             parameters = replace(parameters, utility=group_size_utility)
         if config.V is None:
             values = utilities(parameters, initial_state(parameters))
             spread = 1.0 if parameters.utility == "signal" else float(np.ptp(values))
-            parameters = replace(parameters, v=default_v(horizon, spread))
+            parameters = replace(parameters, v=default_v(self._horizon, spread))
         return GroupSizeController(parameters)
+
+    def _build_budgets(self, config: SAGCArguments) -> AdaptiveBudgets | None:
+        if not config.adaptive_budgets:
+            return None
+        if config.world_size > 1 or not isinstance(self, GRPOTrainer):
+            raise ValueError(
+                "adaptive_budgets works on one process and with GRPO only. Set adaptive_budgets=False, or train on "
+                "one process with SAGCGRPOTrainer."
+            )
+        grid = budget_grid(config.min_group_size, config.num_generations)
+        return AdaptiveBudgets(grid, config.adaptive_miscoverage, config.seed)
+
+    def _needs_plain_rollouts(self) -> dict[str, bool]:
+        return {**super()._needs_plain_rollouts(), "adaptive_budgets": self.args.adaptive_budgets}
 
     @property
     def group_size_controller(self) -> GroupSizeController:
@@ -147,69 +164,50 @@ class SAGCMixin(_Trainer):
             return super()._generate_and_score_completions(inputs)
         replayed, self._resumed_mid_cycle = self._resumed_mid_cycle, False
         if not replayed:
-            self.num_generations = self._controller.group_size
+            self.num_generations = self._next_group_size()
         self._empty_completions_table()
-        # TRL writes extra fields into rows, so each is a copy.
-        rows = [copy.deepcopy(row) for row in inputs for _ in range(self.num_generations)]
-        output = super()._generate_and_score_completions(rows)
+        self._local, self._rounds, self._groups = LocalRecord(), [], []
+        output = self._sample(inputs)
         if not replayed:
             self._observe_batch()
         return output
 
-    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        output = super()._generate(prompts)
-        if self.model.training:
-            _, completion_ids, tool_mask, *_ = output
-            # Lengths count the tokens that the model generated, as TRL's `completions/*_length` do.
-            lengths = [len(ids) for ids in completion_ids] if tool_mask is None else [sum(mask) for mask in tool_mask]
-            ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-            self._batch_lengths = (lengths, [bool(ids) and ids[-1] not in ends for ids in completion_ids])
+    def _next_group_size(self) -> int:
+        schedule, sizes = self.args.group_size_schedule, self._controller.config.sizes
+        if schedule is None:
+            return self._controller.group_size
+        return scheduled_size(schedule, sizes, self._controller.state.boundary, self._horizon)
+
+    def _sample(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Generates the groups of these prompts and prepares the batch to train on."""
+        if self._budgets is not None:
+            return sample_adaptively(self, self._budgets, inputs)
+        output = super()._generate_and_score_completions(repeat_rows(inputs, self.num_generations))
+        self._close_round()
         return output
 
-    def _calculate_rewards(
-        self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
-    ) -> torch.Tensor:
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        if self.model.training:
-            total = (rewards * self.reward_weights.to(rewards.device).unsqueeze(0)).nansum(dim=1)
-            total[torch.isnan(rewards).all(dim=1)] = torch.nan  # no reward function scored it
-            self._batch_rewards = total
-        return rewards
-
     def _observe_batch(self) -> None:
-        size = self.num_generations
-        device = self.accelerator.device
-        lengths, truncated = (
-            self.accelerator.gather(torch.tensor(values, device=device)).cpu().numpy().reshape(-1, size)
-            for values in self._batch_lengths
-        )
-        rewards = self._batch_rewards.cpu().numpy().reshape(-1, size) if self._batch_rewards is not None else None
         start = time.perf_counter()
-        decision = self._controller.observe(lengths, truncated, rewards)
-        seconds = time.perf_counter() - start
+        if self._groups:  # groups of several sizes: no controller chose them, so their events are only counted
+            rate, count = mean_event_rate(self._groups, self._controller.config.event)
+            self._controller.count_events(rate)
+            metrics = {"group_size": count, "straggler_rate": rate}
+            metrics["straggler_rate_running"] = self._controller.straggler_rate_running
+        else:
+            batch = merged(self._rounds, axis=0)
+            by_duration = self._controller.config.event.kind == "duration"
+            observed = batch.seconds if by_duration else batch.lengths
+            assert observed is not None  # colocated vLLM reports seconds, and the configuration asks for it
+            decision = self._controller.observe(observed, batch.truncated, batch.rewards)
+            metrics = self._decision_metrics(decision)
+        metrics["decision_seconds"] = time.perf_counter() - start
         # All ranks computed the same; rank 0's word makes it so on machines that round differently.
         self._controller.load_state_dict(broadcast_object_list([self._controller.state_dict()])[0])
-        self._log_decision(decision, size, lengths, seconds)
-
-    def _log_decision(
-        self, decision: Decision, size: int, lengths: npt.NDArray[np.int64], decision_seconds: float
-    ) -> None:
-        metrics = {
-            "group_size": size,
-            "straggler_rate": decision.straggler_rate,
-            "straggler_rate_running": decision.straggler_rate_running,
-            "budget": self._controller.config.rho,
-            "queue": decision.queue,
-            "utility": decision.utility[size],
-            "stall_fraction": 1.0 - lengths.mean() / lengths.max() if lengths.max() > 0 else 0.0,
-            "rollouts": lengths.size,
-            "infeasible": float(decision.infeasible),
-            "decision_seconds": decision_seconds,
-        }
-        metrics |= {f"risk_at_size/{grid_size}": risk for grid_size, risk in decision.risk.items()}
-        for name, value in metrics.items():
+        for name, value in {**metrics, **self._rollout_metrics()}.items():
             self._metrics["train"][f"sagc/{name}"].append(float(value))
-        if decision.infeasible and not self._warned_infeasible:
+
+    def _decision_metrics(self, decision: Decision) -> dict[str, float]:
+        if decision.infeasible and not self._warned_infeasible and self.args.group_size_schedule is None:
             self._warned_infeasible = True
             lowest = min(decision.risk.values())
             logger.warning(
@@ -217,6 +215,29 @@ class SAGCMixin(_Trainer):
                 f"{self._controller.config.rho}. The least risky size is used. Raise rho or tau, or lower "
                 "max_completion_length."
             )
+        return {
+            "group_size": self.num_generations,
+            "straggler_rate": decision.straggler_rate,
+            "straggler_rate_running": decision.straggler_rate_running,
+            "queue": decision.queue,
+            "utility": decision.utility[self.num_generations],
+            "infeasible": float(decision.infeasible),
+            **{f"risk_at_size/{size}": risk for size, risk in decision.risk.items()},
+        }
+
+    def _rollout_metrics(self) -> dict[str, float]:
+        idle_tokens, idle_share = stall([one.lengths for one in self._rounds])
+        metrics = {
+            "budget": self._controller.config.rho,
+            "stall_fraction": idle_share,
+            "stall_tokens": idle_tokens,
+            "rollouts": sum(one.lengths.size for one in self._rounds),
+        }
+        seconds = [one.seconds for one in self._rounds if one.seconds is not None]
+        if seconds:
+            metrics["stall_seconds"] = stall(seconds)[0]
+            metrics["rollout_seconds"] = sum(float(one.max()) for one in seconds)
+        return metrics
 
     def _empty_completions_table(self) -> None:
         for column in ("images", "prompt", "completion", "advantages"):
@@ -234,6 +255,7 @@ class SAGCMixin(_Trainer):
                 "controller": self._controller.state_dict(),
                 "step": self._step,
                 "cycle_group_size": self.num_generations,
+                **self._sampler_state(),
             }
             partial = folder / f"{STATE_FILE}.partial"
             partial.write_text(json.dumps(state, indent=1))
@@ -265,6 +287,47 @@ class SAGCMixin(_Trainer):
         self._controller.load_state_dict(controller)
         self._step, self.num_generations, self._buffered_inputs = step, size, None
         self._resumed_mid_cycle = step % (self.args.steps_per_generation * self.num_iterations) != 0
+        self._load_sampler_state(state, self._resumed_mid_cycle)
+
+    def _sampler_state(self) -> dict[str, Any]:
+        """What a sampler adds to the checkpoint, as plain JSON types."""
+        if self._budgets is None:
+            return {}
+        return {"budgets": {"groups": self._budgets.groups, "generation": self._budgets.generation}}
+
+    def _load_sampler_state(self, state: dict[str, Any], mid_cycle: bool) -> None:
+        """Restores it; `mid_cycle` when the batch of the checkpoint is going to be generated again."""
+        if self._budgets is not None and "budgets" in state:
+            self._budgets = replace(self._budgets, **state["budgets"])
+
+
+def scheduled_size(schedule: list[int], sizes: Sequence[int], boundary: int, horizon: int) -> int:
+    """
+    Group size of a fixed schedule.
+
+    Args:
+        schedule (`list[int]`):
+            One size, or the first and the last of a linear schedule.
+        sizes (sequence of `int`):
+            Feasible sizes, ascending.
+        boundary (`int`):
+            Generations so far.
+        horizon (`int`):
+            Generations in the run.
+
+    Returns:
+        `int`: the feasible size nearest to the line, the larger of two.
+    """
+    share = min(boundary / max(horizon - 1, 1), 1.0)
+    wanted = schedule[0] + share * (schedule[-1] - schedule[0])
+    return min(sizes, key=lambda size: (abs(size - wanted), -size))
+
+
+def mean_event_rate(groups: Sequence[Round], event: StragglerEvent) -> tuple[float, float]:
+    """Share of groups with a straggler event, and mean group size, of groups of several sizes."""
+    events = [straggler_events(one.lengths, event, one.truncated) for one in groups]
+    count = sum(len(one) for one in events)
+    return sum(float(one.sum()) for one in events) / count, sum(one.lengths.size for one in groups) / count
 
 
 def _read_state(path: Path) -> str | None:
@@ -320,3 +383,14 @@ class SAGCGRPOTrainer(SAGCMixin, GRPOTrainer):
     ) -> None:
         config = SAGCConfig() if args is None else args
         super().__init__(model, reward_funcs, config, *others, group_size_utility=group_size_utility, **kwargs)
+
+
+class SAGCRLOOTrainer(SAGCMixin, RLOOTrainer):
+    """
+    [`~trl.RLOOTrainer`] whose group size follows a straggler budget.
+
+    Takes the arguments of [`~trl.RLOOTrainer`], with `args` a [`SAGCRLOOConfig`], and `group_size_utility` as
+    [`SAGCGRPOTrainer`] does.
+    """
+
+    _tag_names: ClassVar = ["trl", "rloo", "sagc"]
