@@ -72,10 +72,10 @@ class SAGCDAPOTrainer(SAGCGRPOTrainer):
         self._cycle_prompts = self._prompts.state_dict()
 
     def _needs_plain_rollouts(self) -> dict[str, bool]:
-        needs = super()._needs_plain_rollouts()
-        # A rollout function is given rows and gives completions, so it may be called in rounds; tools may not.
-        needs["dynamic_sampling"] = self.args.dynamic_sampling and bool(self.tools)
-        return needs
+        return {
+            **super()._needs_plain_rollouts(),
+            "dynamic_sampling": self.args.dynamic_sampling and bool(self.tools),
+        }
 
     def _total_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
         if self._overlong is not None:

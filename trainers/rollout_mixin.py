@@ -120,7 +120,8 @@ class RolloutMixin(_Trainer):
         """
         if any(key in row for row in rows for key in ("image", "images")):
             raise ValueError(
-                "Sampling in rounds does not support images: turn dynamic_sampling or adaptive_budgets off."
+                "dynamic_sampling and adaptive_budgets do not support images. Set dynamic_sampling=False or "
+                "adaptive_budgets=False."
             )
         self.num_generations = size
         rows = repeat_rows(rows, size)

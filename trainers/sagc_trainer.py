@@ -120,7 +120,9 @@ class SAGCMixin(RolloutMixin):
         return AdaptiveBudgets(grid, config.adaptive_miscoverage, config.seed)
 
     def _needs_plain_rollouts(self) -> dict[str, bool]:
-        return {**super()._needs_plain_rollouts(), "adaptive_budgets": self.args.adaptive_budgets}
+        # A rollout function is given rows and gives completions, so it may be called in rounds; tools may not.
+        uses_tools = isinstance(self, GRPOTrainer) and bool(self.tools)
+        return {**super()._needs_plain_rollouts(), "adaptive_budgets": self.args.adaptive_budgets and uses_tools}
 
     @property
     def group_size_controller(self) -> GroupSizeController:
