@@ -1,7 +1,7 @@
 """Completions that depend on nothing but the prompt and the step, so that a run can be computed by hand.
 
-`Script` stands in for the model's sampling (TRL's `rollout_func`): completion j of the group of prompt i in generation t
-has a length and a reward that are functions of (seed, i, t, j).
+`Script` stands in for the model's sampling (TRL's `rollout_func`): completion j of the group of prompt i at step t has
+a length and a reward that are functions of (seed, i, t, j).
 """
 
 import random

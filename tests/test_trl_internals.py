@@ -7,11 +7,18 @@ from pathlib import Path
 import pytest
 import trl
 from tiny import tiny_trainer
-from trl import GRPOTrainer
+from trl import GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
-from trainers.trl_internals import ATTRIBUTES, OVERRIDDEN_METHODS, TESTED_TRL, warn_if_untested
+from trainers.trl_internals import (
+    ATTRIBUTES,
+    GRPO_ATTRIBUTES,
+    OVERRIDDEN_METHODS,
+    RLOO_METHODS,
+    TESTED_TRL,
+    warn_if_untested,
+)
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN_METHODS)
@@ -21,15 +28,25 @@ def test_methods_have_the_known_signature(name: str) -> None:
     assert parameters == OVERRIDDEN_METHODS[name], f"TRL {trl.__version__} changed GRPOTrainer.{name}"
 
 
-def test_generate_returns_completion_ids_second_and_tool_mask_third() -> None:
+@pytest.mark.parametrize("name", RLOO_METHODS)
+def test_methods_of_rloo_have_the_known_signature(name: str) -> None:
+    assert name in dir(RLOOTrainer), f"TRL {trl.__version__} has no RLOOTrainer.{name}: mend trainers/sagc_trainer.py"
+    parameters = list(inspect.signature(getattr(RLOOTrainer, name)).parameters)
+    assert parameters == RLOO_METHODS[name], f"TRL {trl.__version__} changed RLOOTrainer.{name}"
+
+
+def test_generate_returns_what_is_known() -> None:
     source = inspect.getsource(GRPOTrainer._generate)
-    expected = "return prompt_ids, completion_ids, tool_mask, "
+    expected = "return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, tool_images"
     assert expected in source, f"TRL {trl.__version__} changed what GRPOTrainer._generate returns"
+    source = inspect.getsource(RLOOTrainer._generate)
+    expected = "return prompt_ids, completion_ids, completions"
+    assert expected in source, f"TRL {trl.__version__} changed what RLOOTrainer._generate returns"
 
 
 def test_attributes_exist(tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path, GRPOTrainer)
-    missing = [name for name in ATTRIBUTES if name not in dir(trainer)]
+    missing = [name for name in (*ATTRIBUTES, *GRPO_ATTRIBUTES) if name not in dir(trainer)]
     assert not missing, f"TRL {trl.__version__} has no GRPOTrainer attributes {missing}"
     assert set(trainer._logs) == {"images", "prompt", "completion", "rewards", "advantages", "extra"}
 

@@ -1,6 +1,6 @@
 """Per-prompt rollout budgets (`sagc.conformal`): a baseline that spends fewer completions on settled prompts."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -8,7 +8,7 @@ import torch
 
 from sagc.conformal import conformal_quantile, conformal_score, resolved
 
-from .rollouts import Rollout, Round, by_size, merged
+from .rollouts import Rollout, Round, blank, by_size, merged
 
 if TYPE_CHECKING:
     from .sagc_trainer import SAGCMixin
@@ -98,24 +98,10 @@ def sample_adaptively(trainer: "SAGCMixin", budgets: AdaptiveBudgets, rows: list
         budgets.groups = [*budgets.groups, *(group.rewards[0].tolist() for group in whole)][-KEPT:]
     budgets.generation += 1
     trainer.num_generations = largest
-    output = trainer._train_on([rollout for group in groups for rollout in _padded(group, largest)])
+    filled = [group + [blank(group[0])] * (largest - len(group)) for group in groups]
+    output = trainer._train_on([rollout for group in filled for rollout in group])
     real = torch.tensor([place < len(group) for group in groups for place in range(largest)])
     return _without_padding(output, real, trainer.args.steps_per_generation)
-
-
-def _padded(group: list[Rollout], size: int) -> list[Rollout]:
-    """TRL's groups are rectangles: the rest is one-token completions without a reward, which TRL leaves out of the
-    group's mean."""
-    first = group[0]
-    blank = replace(
-        first,
-        completion_ids=first.completion_ids[-1:],
-        tool_mask=None if first.tool_mask is None else [0],
-        logprobs=None if first.logprobs is None else [float("nan")],
-        rewards=[float("nan")] * len(first.rewards),
-        extra={},
-    )
-    return group + [blank] * (size - len(group))
 
 
 def _without_padding(output: dict[str, Any], real: torch.Tensor, micro_batches: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from sagc.utility import informative_groups
 
 from .dapo_config import SAGCDAPOConfig
 from .prompt_stream import PromptStream
-from .rollouts import Rollout
+from .rollouts import Rollout, blank
 from .sagc_trainer import SAGCGRPOTrainer
 
 
@@ -91,7 +91,7 @@ class SAGCDAPOTrainer(SAGCGRPOTrainer):
         wanted = self.args.prompts_per_process * processes
         kept: list[list[Rollout]] = []  # of all processes, in the order of the stream
         dropped: list[list[Rollout]] = []
-        discarded, rounds = 0, 0
+        padding = rounds = 0
         while len(kept) < wanted and rounds <= self.args.max_refills:
             rounds += 1
             missing = wanted - len(kept)
@@ -101,21 +101,21 @@ class SAGCDAPOTrainer(SAGCGRPOTrainer):
             start = self.accelerator.process_index * share
             local = self._sample_round(rows[start : start + share], size, groups=missing)
             groups = gather_object([local[i : i + size] for i in range(0, len(local), size)])[:missing]
-            discarded += len(rows) * size
+            padding += (len(rows) - missing) * size
             for group, informative in zip(groups, informative_groups(self._rounds[-1].rewards), strict=True):
                 (kept if informative else dropped).append(group)
-        discarded -= len(kept) * size
-        self._log_sampling(len(kept), len(dropped), rounds - 1, discarded)
+        self._log_sampling(len(kept), len(dropped), rounds - 1, padding)
         return self._train_on_groups(kept, dropped)
 
     def _train_on_groups(self, kept: list[list[Rollout]], dropped: list[list[Rollout]]) -> dict[str, Any]:
-        """Spreads the kept groups over the processes. Where the split needs more, dropped groups are added, masked."""
+        """Spreads the kept groups over the processes. Where the split needs more, blank ones are added, masked."""
         size, processes = self.num_generations, self.accelerator.num_processes
         share = max(1, math.ceil(len(kept) / processes))
         while share * size % self.args.steps_per_generation != 0:
             share += 1
-        groups = [*kept, *dropped][: share * processes][self.accelerator.process_index :: processes]
-        real = [index < len(kept) for index in range(share * processes)][self.accelerator.process_index :: processes]
+        filled = [*kept, *([blank(rollout) for rollout in group] for group in dropped)][: share * processes]
+        mine = slice(self.accelerator.process_index, None, processes)
+        groups, real = filled[mine], [index < len(kept) for index in range(len(filled))][mine]
         output = self._train_on(list(chain.from_iterable(groups)))
         mask = torch.tensor(np.repeat(real, size), device=self.accelerator.device)
         output["completion_mask"] = output["completion_mask"] * mask.unsqueeze(1)
@@ -123,13 +123,14 @@ class SAGCDAPOTrainer(SAGCGRPOTrainer):
         output["num_items_in_batch"] = self.accelerator.gather(loss_mask.sum()).sum()
         return output
 
-    def _log_sampling(self, kept: int, dropped: int, refills: int, discarded: int) -> None:
+    def _log_sampling(self, kept: int, dropped: int, refills: int, padding: int) -> None:
         rewards = np.concatenate([one.rewards.ravel() for one in self._rounds])
         scored = rewards[~np.isnan(rewards)]
         metrics = {
             "kept_fraction": kept / (kept + dropped),
             "refills": refills,
-            "discarded_rollouts": discarded,
+            "discarded_rollouts": dropped * self.num_generations,
+            "padding_rollouts": padding,
             "batch_fill": kept / (self.args.prompts_per_process * self.accelerator.num_processes),
             "reward_sampled": float(scored.mean()) if scored.size else math.nan,
         }

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,29 @@ class Rollout:
     logprobs: list[float] | None
     rewards: list[float]
     extra: dict[str, Any] = field(default_factory=dict)
+
+
+def blank(rollout: Rollout) -> Rollout:
+    """
+    A stand-in without a reward, to fill up a batch: TRL leaves it out of means, and its advantage is zero.
+
+    It has two tokens, because TRL's metrics take a batch of one-token completions for one value per sequence.
+
+    Args:
+        rollout ([`Rollout`]):
+            Where the prompt comes from.
+
+    Returns:
+        [`Rollout`]
+    """
+    return replace(
+        rollout,
+        completion_ids=rollout.completion_ids[:1] * 2,
+        tool_mask=None if rollout.tool_mask is None else [0, 0],
+        logprobs=None if rollout.logprobs is None else [float("nan")] * 2,
+        rewards=[float("nan")] * len(rollout.rewards),
+        extra={},
+    )
 
 
 @dataclass(frozen=True)
