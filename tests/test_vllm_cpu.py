@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GRPOTrainer]:
     yield SAGCGRPOTrainer(
         model=str(embedded_model()),
         reward_funcs=first_wins,
-        args=config(tmp_path_factory.mktemp("vllm")),
+        args=config(tmp_path_factory.mktemp("vllm"), vllm_enable_prefix_caching=False),
         train_dataset=Dataset.from_dict({"prompt": [f"What is {i} + {i + 2}?" for i in range(8)]}),
     )
     torch.set_num_threads(threads)
@@ -174,3 +175,64 @@ def test_nothing_changes_without_vllm(tmp_path: Path) -> None:
     original = vllm_cpu.grpo_trainer.VLLMGeneration
     with vllm_cpu.colocated_on_cpu(config(tmp_path, use_vllm=False)):
         assert vllm_cpu.grpo_trainer.VLLMGeneration is original
+
+
+def test_finish_times_grow_with_length(trainer: Any) -> None:
+    """Requests of one call start together, so who has more tokens is finished later."""
+    from vllm import SamplingParams
+
+    llm, lengths = trainer.vllm_generation.llm, [12, 3, 9, 6]
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
+    prompt = {"prompt_token_ids": trainer.processing_class("Count:")["input_ids"]}
+    outputs = llm.generate([prompt] * 4, sampling_params=params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
+    assert sorted(llm.finish_seconds) == [llm.finish_seconds[i] for i in (1, 3, 2, 0)]
+    assert min(llm.finish_seconds) > 0
+    assert len(set(llm.finish_seconds)) == 4
+
+
+def test_surplus_requests_are_stopped(trainer: Any) -> None:
+    """Of two groups of six, those that finish after the first two do not run to their end."""
+    generation, llm = trainer.vllm_generation, trainer.vllm_generation.llm
+    limit, generation.max_completion_length = generation.max_completion_length, 40
+    prompts = [trainer.processing_class(text)["input_ids"] for text in ("Say yes.", "Count to 3:") for _ in range(6)]
+    try:
+        llm.keep_first = (6, 2)
+        _, completions, _, _ = generation.generate(prompts, images=None, num_generations=1)
+        stopped_at = llm.finish_seconds
+        llm.keep_first = None
+        generation.generate(prompts, images=None, num_generations=1)
+        complete = llm.finish_seconds
+    finally:
+        llm.keep_first, generation.max_completion_length = None, limit
+    assert len(completions) == 12
+    for start in (0, 6):
+        kept = [i for i in range(start, start + 6) if math.isfinite(stopped_at[i])]
+        assert len(kept) >= 2, "two, and more only if they finished in the same step"
+        latest = max(stopped_at[i] for i in kept)
+        assert sorted(stopped_at[i] for i in kept)[1] == latest
+    assert all(math.isfinite(second) for second in complete)
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_over_sampling_duration_events_and_prefix_caching(trainer: Any, tmp_path: Path) -> None:
+    """In a trainer that shares the engine: kept rows have finish times, and duration events are made of them."""
+    assert trainer.vllm_generation.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching is False
+    overrides = {"straggler_event": "duration", "group_size_schedule": [4], "extra_rollouts": 2, "max_steps": 2}
+    settings = config(tmp_path, **overrides)
+    engine = trainer.vllm_generation
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_cpu, "CPUVLLMGeneration", lambda **_: engine)
+        other = SAGCGRPOTrainer(
+            model=str(embedded_model()),
+            reward_funcs=first_wins,
+            args=settings,
+            train_dataset=Dataset.from_dict({"prompt": [f"What is {i} + {i + 2}?" for i in range(8)]}),
+        )
+    engine.model = other.model
+    other.train()
+    entries = [entry for entry in other.state.log_history if "sagc/stall_seconds" in entry]
+    assert len(entries) == 2
+    for entry in entries:
+        assert 0 <= entry["sagc/stall_seconds"] < entry["sagc/rollout_seconds"]
+        assert entry["sagc/rollouts"] == 4

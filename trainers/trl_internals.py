@@ -10,7 +10,7 @@ Overridden methods of `GRPOTrainer` and `RLOOTrainer` (each calls `super()` unle
 | `get_train_dataloader` | the loader's batch is in prompts, not rows (replaces TRL's) |
 | `_get_train_sampler` | each prompt once instead of `num_generations` times (replaces TRL's) |
 | `_generate_and_score_completions` | repeats the prompts G times, then observes the batch |
-| `_generate` | reads the completions' lengths and truncation; answers from known completions when the batch of several rounds is prepared (dynamic sampling, adaptive budgets) |
+| `_generate` | reads the completions' lengths and truncation; answers from known ones when sampling in rounds |
 | `_generate_single_turn` | reads finish times; samples more rows than are kept (over-sampling) |
 | `_calculate_rewards` | reads the rewards; answers from known ones as `_generate` does |
 | `_prepare_inputs` | sorts the micro-batches by length |

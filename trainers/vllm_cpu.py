@@ -14,8 +14,8 @@ Two choices: the engine has the dtype of the trained model (vLLM's default would
 probabilities agree with the trainer's to rounding; and it runs eagerly, because a short run does not earn back the
 compilation.
 
-What is touched of TRL 1.16: the name `VLLMGeneration` in `trl.trainer.grpo_trainer` and the name `LLM` in
-`trl.generation.vllm_generation` (both exchanged while objects are built); `VLLMGeneration._init_vllm`,
+What is touched of TRL 1.16: the name `VLLMGeneration` in `trl.trainer.grpo_trainer` and `rloo_trainer` and the name
+`LLM` in `trl.generation.vllm_generation` (exchanged while objects are built); `VLLMGeneration._init_vllm`,
 `VLLMGeneration.sync_weights` (overridden), `VLLMGeneration._iter_named_params` (called: it merges adapters and gives
 weights the names of the base model), and `VLLMGeneration.model` and `llm`.
 Of vLLM 0.32: `LLM.collective_rpc("reload_weights", ...)`, `LLM.apply_model`, `LLM.reset_prefix_cache`,
@@ -33,7 +33,7 @@ import torch
 from trl import GRPOConfig
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer import grpo_trainer
+from trl.trainer import grpo_trainer, rloo_trainer
 
 # Memory of the key-value cache. 2 GiB hold about 45,000 tokens of SmolLM2-135M in float32; vLLM's own default, a share
 # of all memory, would take it from the trainer.
@@ -65,7 +65,10 @@ def colocated_on_cpu(args: GRPOConfig) -> Iterator[None]:
         yield
         return
     _check(args)
-    with _exchanged(grpo_trainer, "VLLMGeneration", CPUVLLMGeneration):
+    with (
+        _exchanged(grpo_trainer, "VLLMGeneration", CPUVLLMGeneration),
+        _exchanged(rloo_trainer, "VLLMGeneration", CPUVLLMGeneration),
+    ):
         yield
 
 
