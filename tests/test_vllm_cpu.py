@@ -177,42 +177,73 @@ def test_nothing_changes_without_vllm(tmp_path: Path) -> None:
         assert vllm_cpu.grpo_trainer.VLLMGeneration is original
 
 
-def test_finish_times_grow_with_length(trainer: Any) -> None:
-    """Requests of one call start together, so who has more tokens is finished later."""
-    from vllm import SamplingParams
-
-    llm, lengths = trainer.vllm_generation.llm, [12, 3, 9, 6]
-    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
-    prompt = {"prompt_token_ids": trainer.processing_class("Count:")["input_ids"]}
-    outputs = llm.generate([prompt] * 4, sampling_params=params, use_tqdm=False)
-    assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
-    assert sorted(llm.finish_seconds) == [llm.finish_seconds[i] for i in (1, 3, 2, 0)]
-    assert min(llm.finish_seconds) > 0
-    assert len(set(llm.finish_seconds)) == 4
-
-
-def test_surplus_requests_are_stopped(trainer: Any) -> None:
-    """Of two groups of six, those that finish after the first two do not run to their end."""
+@pytest.fixture
+def generate(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[list[int]]]]:
+    """Completions of texts, of up to 40 tokens, optionally with the first of each group kept."""
     generation, llm = trainer.vllm_generation, trainer.vllm_generation.llm
-    limit, generation.max_completion_length = generation.max_completion_length, 40
-    prompts = [trainer.processing_class(text)["input_ids"] for text in ("Say yes.", "Count to 3:") for _ in range(6)]
-    try:
-        llm.keep_first = (6, 2)
-        _, completions, _, _ = generation.generate(prompts, images=None, num_generations=1)
-        stopped_at = llm.finish_seconds
-        llm.keep_first = None
-        generation.generate(prompts, images=None, num_generations=1)
-        complete = llm.finish_seconds
-    finally:
-        llm.keep_first, generation.max_completion_length = None, limit
-    assert len(completions) == 12
-    for start in (0, 6):
-        kept = [i for i in range(start, start + 6) if math.isfinite(stopped_at[i])]
+    monkeypatch.setattr(generation, "max_completion_length", 40)
+
+    def completions(texts: list[str], keep_first: tuple[int, int] | None = None) -> list[list[int]]:
+        llm.keep_first = keep_first
+        prompts = [trainer.processing_class(text)["input_ids"] for text in texts]
+        prompt_ids, completion_ids, _, _ = generation.generate(prompts, images=None, num_generations=1)
+        assert prompt_ids == prompts, "the outputs are in the order of the requests"
+        return completion_ids
+
+    yield completions
+    llm.keep_first = None
+
+
+def test_finish_times_grow_with_length(trainer: Any, generate: Callable[..., list[list[int]]]) -> None:
+    """Requests of one call start together, so who has more tokens is finished later."""
+    completions = generate(["Say yes.", "Say 1.", "What is 2 + 3?", "Count to 100:"])
+    seconds, lengths = trainer.vllm_generation.llm.finish_seconds, [len(ids) for ids in completions]
+    assert len(seconds) == 4
+    assert len(set(lengths)) > 1, "the lengths differ"
+    for i in range(4):
+        assert seconds[i] > 0
+        assert all(seconds[i] < seconds[j] for j in range(4) if lengths[i] < lengths[j]), (seconds, lengths)
+
+
+def test_surplus_requests_are_stopped(trainer: Any, generate: Callable[..., list[list[int]]]) -> None:
+    """Of two groups of six, those that finish after the first two do not run to their end."""
+    llm, end = trainer.vllm_generation.llm, trainer.processing_class.eos_token_id
+    texts = [text for text in ("Say yes.", "Count to 3:") for _ in range(6)]
+    completions = generate(texts, keep_first=(6, 2))
+    seconds = llm.finish_seconds
+    for group in (range(6), range(6, 12)):
+        kept = [i for i in group if math.isfinite(seconds[i])]
         assert len(kept) >= 2, "two, and more only if they finished in the same step"
-        latest = max(stopped_at[i] for i in kept)
-        assert sorted(stopped_at[i] for i in kept)[1] == latest
-    assert all(math.isfinite(second) for second in complete)
+        assert sorted(seconds[i] for i in kept)[1] == max(seconds[i] for i in kept)
+        for i in group:
+            complete = completions[i][-1:] == [end] or len(completions[i]) == 40
+            assert complete == (i in kept)
     assert not llm.llm_engine.has_unfinished_requests()
+    completions = generate(texts)
+    assert all(math.isfinite(second) for second in llm.finish_seconds)
+    assert all(ids[-1] == end or len(ids) == 40 for ids in completions)
+
+
+def test_groups_that_are_not_whole_are_refused(generate: Callable[..., list[list[int]]]) -> None:
+    with pytest.raises(ValueError, match=r"keep_first=\(3, 2\) needs whole groups, got 4 prompts"):
+        generate(["Say yes."] * 4, keep_first=(3, 2))
+
+
+def test_interrupted_generation_leaves_nothing_behind(
+    trainer: Any, generate: Callable[..., list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = trainer.vllm_generation.llm.llm_engine
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.output_processor, "process_outputs", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            generate(["Count to 100:"] * 4)
+    assert not engine.has_unfinished_requests()
+    assert len(generate(["Say yes."] * 2)) == 2
+    assert len(trainer.vllm_generation.llm.finish_seconds) == 2
+
+
+def interrupt(*_: Any, **__: Any) -> Any:
+    raise KeyboardInterrupt
 
 
 def test_over_sampling_duration_events_and_prefix_caching(trainer: Any, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ ended. Works on GPUs and, together with `trainers.vllm_cpu.colocated_on_cpu`, on
 
 What is touched of TRL 1.16: the name `LLM` in `trl.generation.vllm_generation`, exchanged while a trainer is built.
 Of vLLM 0.32: `LLM.generate`, `LLM.request_counter` (requests of one call have consecutive numbers), `LLM.llm_engine`
-with `step` and `abort_request`, and `RequestOutput.request_id` and `finished`.
+with `step` and `abort_request`, and `RequestOutput.request_id` and `finished`; for the tokens of stopped requests,
+`output_processor.external_req_ids` and `request_states` of the engine, and `RequestState.make_request_output`.
 """
 
 import importlib.util
@@ -21,12 +22,19 @@ from .sagc_config import SAGCArguments
 
 
 class WatchedGeneration:
-    """Mixin for `vllm.LLM` that watches the engine's steps during `generate`."""
+    """
+    Mixin for `vllm.LLM` that watches the engine's steps during `generate`.
+
+    Attributes:
+        keep_first (`tuple[int, int]`, *optional*):
+            Rows of each group in the coming calls and how many of them are needed: the others are stopped as soon as
+            these have finished. `None` finishes all.
+        finish_seconds (`list[float]`):
+            Seconds from the start of the latest call to the end of each request; NaN for one that was stopped.
+    """
 
     keep_first: tuple[int, int] | None = None
-    """Rows of each group in the coming calls and how many of them are needed; `None` finishes all."""
     finish_seconds: list[float]
-    """Seconds from the start of the latest call to the end of each request; NaN for one that was stopped."""
 
     request_counter: Any
     llm_engine: Any
@@ -42,52 +50,78 @@ class WatchedGeneration:
                 Passed on to `vllm.LLM.generate`.
 
         Returns:
-            `list[RequestOutput]`: one for each prompt. In the place of a stopped one is another of its group.
+            `list[RequestOutput]`: one for each prompt, in their order. That of a stopped request holds the tokens that
+            it had by then.
+
+        Raises:
+            `ValueError`: If the prompts are not whole groups.
         """
+        if self.keep_first is not None and len(prompts) % self.keep_first[0]:
+            raise ValueError(f"keep_first={self.keep_first} needs whole groups, got {len(prompts)} prompts.")
         engine, step = self.llm_engine, self.llm_engine.step
         first, start = self.request_counter.counter, time.perf_counter()
-        seconds = [float("nan")] * len(prompts)
-        finished: dict[int, Any] = {}
-        stopped: set[int] = set()
+        seconds: dict[int, float] = {}
+        stopped: dict[int, Any] = {}
 
         def watched_step() -> list[Any]:
             outputs: list[Any] = step()
             now = time.perf_counter() - start
             for output in outputs:
-                index = int(output.request_id) - first
-                if output.finished and seconds[index] != seconds[index]:
-                    seconds[index], finished[index] = now, output
-            if self.keep_first is not None:
-                surplus = _surplus(finished, stopped, len(prompts), *self.keep_first)
-                stopped.update(surplus)
-                if surplus:
-                    engine.abort_request([str(first + index) for index in surplus])
+                if output.finished:
+                    seconds[int(output.request_id) - first] = now
+            surplus = _surplus({*seconds}, {*stopped}, len(prompts), *self.keep_first) if self.keep_first else []
+            if surplus:
+                stopped.update({index: _so_far(engine, str(first + index)) for index in surplus})
+                engine.abort_request([str(first + index) for index in surplus])
             return outputs
 
         engine.step = watched_step
         try:
             outputs: list[Any] = super().generate(prompts, *args, **kwargs)  # type: ignore[misc]
+        except BaseException:  # Ctrl-C too: what still runs would turn up among the outputs of the next call
+            engine.abort_request([str(first + index) for index in range(len(prompts))])
+            raise
         finally:
             del engine.step
-        for index in stopped:
-            seconds[index] = float("nan")
-        self.finish_seconds = seconds
-        if not stopped:
-            return outputs
-        sampled = self.keep_first[0] if self.keep_first else 1
-        kept = {index: output for index, output in finished.items() if index not in stopped}
-        stand_in = {index // sampled: output for index, output in kept.items()}
-        return [kept.get(index, stand_in[index // sampled]) for index in range(len(prompts))]
+        self.finish_seconds = [seconds.get(index, float("nan")) for index in range(len(prompts))]
+        return sorted([*outputs, *stopped.values()], key=lambda output: int(output.request_id))
 
 
-def _surplus(finished: dict[int, Any], stopped: set[int], rows: int, sampled: int, kept: int) -> list[int]:
+def _surplus(finished: set[int], stopped: set[int], rows: int, sampled: int, kept: int) -> list[int]:
     """Running requests of groups that have enough."""
-    surplus = []
+    surplus: list[int] = []
     for start in range(0, rows, sampled):
-        group = range(start, start + sampled)
-        if sum(index in finished for index in group) >= kept:
-            surplus += [index for index in group if index not in finished and index not in stopped]
+        group = {*range(start, start + sampled)}
+        if len(group & finished) >= kept:
+            surplus += sorted(group - finished - stopped)
     return surplus
+
+
+def _so_far(engine: Any, request_id: str) -> Any:
+    """The output of a running request, as vLLM makes it for one that is aborted on a server."""
+    from vllm.v1.engine import FinishReason
+
+    processor = engine.output_processor
+    (internal_id,) = processor.external_req_ids[request_id]
+    return processor.request_states[internal_id].make_request_output(
+        new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
+    )
+
+
+def rollout_llm(**options: Any) -> Any:
+    """
+    A `vllm.LLM` that watches its generation.
+
+    Args:
+        **options:
+            Arguments of `vllm.LLM`.
+
+    Returns:
+        `vllm.LLM` with [`WatchedGeneration`].
+    """
+    from vllm import LLM
+
+    return type("RolloutLLM", (WatchedGeneration, LLM), {})(**options)
 
 
 @contextmanager
@@ -105,9 +139,6 @@ def rollout_engine(args: SAGCArguments) -> Iterator[None]:
     if not (args.use_vllm and args.vllm_mode == "colocate") or importlib.util.find_spec("vllm") is None:
         yield  # without vLLM, TRL says what to install
         return
-    from vllm import LLM
-
-    rollout_llm = type("RolloutLLM", (WatchedGeneration, LLM), {})
 
     def build(**options: Any) -> Any:
         if args.vllm_enable_prefix_caching is not None:
