@@ -37,6 +37,11 @@ from .utility import extrapolate_mixed, mixed_reward_curves, static_utility
 UTILITIES = ("log", "variance", "signal")
 V_PER_SQRT_HORIZON = 0.05  # measured: the largest that meets binding budgets of 0.2 to 0.6 within 5% in 300 steps
 
+_ANEW = (
+    "Restore another state, such as that of an earlier checkpoint, or start the controller anew: for a trainer, "
+    "delete sagc_state.json from the checkpoint."
+)
+
 
 def default_v(horizon: int, utility_range: float = 1.0) -> float:
     """
@@ -369,7 +374,7 @@ def _check_saved_numbers(values: dict[str, Any], sizes: Any) -> None:
     except (TypeError, ValueError):
         valid = False
     if not valid:
-        raise ValueError("The saved controller is damaged: it lacks a finite number for each entry and size.")
+        raise ValueError(f"The saved controller is damaged: it lacks a finite number for each entry and size. {_ANEW}")
 
 
 class GroupSizeController:
@@ -466,7 +471,10 @@ class GroupSizeController:
         values = dict(state)
         expected = {"sizes", *(item.name for item in fields(ControllerState))}
         if set(values) != expected:
-            raise ValueError(f"A saved controller has the entries {sorted(expected)}, got {sorted(values)}.")
+            raise ValueError(
+                f"The saved controller lacks the entries {sorted(expected - set(values))} and has the unknown entries "
+                f"{sorted(set(values) - expected)}: it is damaged or of another version. {_ANEW}"
+            )
         sizes: Sequence[int] = values.pop("sizes")
         _check_saved_numbers(values, sizes)
         if tuple(sizes) != self.config.sizes:
