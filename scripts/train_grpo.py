@@ -16,14 +16,16 @@ import sys
 import time
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn, cast
 from urllib.parse import urlsplit
 
 import yaml
 from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetsError
 from requests.utils import get_netrc_auth
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, set_seed
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState, set_seed
 from trl import ModelConfig, TrlParser, get_peft_config
 
 from trainers import SAGCConfig, SAGCGRPOTrainer
@@ -31,6 +33,7 @@ from trainers.demo import RewardFunction, dataset_task, embedded_model, reasonin
 from trainers.summary import format_summary, plot, summarize, training_steps
 
 EMBEDDED = "embedded"
+FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 @dataclass
@@ -52,8 +55,8 @@ class RunArguments:
         examples (`dict`, *optional*):
             Questions and their answers, shown before each question; on the command line as JSON.
         dataset_name (`str`, *optional*):
-            A dataset for `datasets.load_dataset` instead of `task`: needs a column `prompt` and a column `answer`. The
-            reward is 1 where the completion's answer equals it.
+            A dataset for `datasets.load_dataset`, or a JSON, CSV or Parquet file, instead of `task`: needs a column
+            `prompt` and a column `answer`. The reward is 1 where the completion's answer equals it.
         dataset_config (`str`, *optional*):
             Configuration of that dataset.
         dataset_split (`str`, *optional*, defaults to `"train"`):
@@ -68,7 +71,7 @@ class RunArguments:
     examples: dict[str, str] | str | None = field(
         default=None, metadata={"help": "Questions and their answers shown before each question (JSON)."}
     )
-    dataset_name: str | None = field(default=None, metadata={"help": "A dataset instead of a task."})
+    dataset_name: str | None = field(default=None, metadata={"help": "A dataset or a file of one, instead of a task."})
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of that dataset."})
     dataset_split: str = field(default="train", metadata={"help": "Split of that dataset."})
 
@@ -106,9 +109,16 @@ class Parser(TrlParser):
 class StepLines(TrainerCallback):
     """One line per step, instead of TRL's dictionary of some fifty metrics."""
 
+    began = False
+    """Whether training is under way: the checkpoint to resume from, if any, has been loaded."""
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say that the first, slowest, step is under way."""
-        print(f"Training, steps {state.global_step + 1} to {state.max_steps}; one line for each:", flush=True)
+        self.began = True
+        if state.is_world_process_zero:
+            print(
+                f"Training, steps {state.global_step + 1} to {state.max_steps}; lines as steps are logged:", flush=True
+            )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Print the step."""
@@ -129,14 +139,20 @@ def parse(argv: list[str] | None = None) -> tuple[RunArguments, SAGCConfig, Mode
     """Arguments of the run: file first, then flags."""
     parser = Parser([RunArguments, SAGCConfig, ModelConfig])
     parser.set_defaults_with_config(report_to="wandb", logging_steps=1)
-    run, config, model = parser.parse_args_and_config(argv)
+    try:
+        run, config, model = parser.parse_args_and_config(argv)
+    except TypeError as error:  # a list where a number belongs, such as `max_steps: [1]`
+        raise ValueError(f"A setting has a value of the wrong type: {error}") from error
     return run, config, model
 
 
 def build_task(run: RunArguments, seed: int) -> tuple[Dataset, RewardFunction]:
     """Prompts and reward."""
     if run.dataset_name is not None:
-        return dataset_task(load_dataset(run.dataset_name, run.dataset_config, split=run.dataset_split))
+        try:
+            return dataset_task(load_rows(run.dataset_name, run.dataset_config, run.dataset_split))
+        except (ValueError, OSError, DatasetsError) as error:
+            raise ValueError(f"dataset_name={run.dataset_name}: {error}") from error
     return reasoning_task(
         run.task,
         run.num_prompts,
@@ -146,6 +162,50 @@ def build_task(run: RunArguments, seed: int) -> tuple[Dataset, RewardFunction]:
         examples=cast(dict[str, str], run.examples),  # mappings since __post_init__
         **cast(dict[str, Any], run.task_options),
     )
+
+
+def load_rows(name: str, config: str | None, split: str) -> Dataset:
+    """A dataset, by name or from a file."""
+    path = Path(name).expanduser()
+    kind = FILE_KINDS.get(path.suffix)
+    if path.is_file() and kind is None:
+        raise ValueError(f"the file is none of {', '.join(FILE_KINDS)}.")
+    if kind is None and not looks_like_a_path(name):
+        return load_dataset(name, config, split=split)
+    if not path.exists():
+        raise FileNotFoundError("there is no such file or folder.")
+    if path.is_dir():
+        return load_dataset(str(path), config, split=split)
+    if config is not None:
+        raise ValueError(f"a file has no configurations; leave out dataset_config={config}.")
+    return load_dataset(kind, data_files=str(path), split=split)
+
+
+def looks_like_a_path(name: str) -> bool:
+    """Whether it cannot be a name on the Hub, which has one slash at most."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def model_path(name: str | None) -> str:
+    """Folder or Hub name of the model."""
+    if name in (None, EMBEDDED):
+        print("Preparing the embedded model (the first time takes about half a minute)", flush=True)
+        return str(embedded_model())
+    assert name is not None
+    path = Path(name).expanduser()
+    if not path.exists() and not looks_like_a_path(name):
+        return name
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"model_name_or_path: there is no folder {name}. Give the folder of a model, its name on the Hub, or "
+            f"'{EMBEDDED}'."
+        )
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(
+            f"model_name_or_path: the folder {name} holds no model, for it has no config.json. Give one that "
+            "save_pretrained wrote."
+        )
+    return str(path)
 
 
 def set_up_wandb(config: SAGCConfig) -> str | None:
@@ -182,10 +242,7 @@ def _reachable(url: str) -> bool:
 def build_trainer(run: RunArguments, config: SAGCConfig, model: ModelConfig) -> SAGCGRPOTrainer:
     """The trainer, from parsed arguments."""
     dataset, reward = build_task(run, config.seed)
-    name = model.model_name_or_path
-    if name in (None, EMBEDDED):
-        print("Preparing the embedded model (the first time takes about half a minute)", flush=True)
-        name = str(embedded_model())
+    name = model_path(model.model_name_or_path)
     config.model_init_kwargs = {
         "dtype": model.dtype,
         "revision": model.model_revision,
@@ -197,7 +254,6 @@ def build_trainer(run: RunArguments, config: SAGCConfig, model: ModelConfig) -> 
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(StepLines)
     return trainer
 
 
@@ -221,35 +277,53 @@ def checkpoint_to_resume(config: SAGCConfig) -> str | None:
             raise FileNotFoundError(f"resume_from_checkpoint: there is no folder {wanted}.")
         if not (Path(wanted) / "trainer_state.json").is_file():
             raise FileNotFoundError(f"resume_from_checkpoint: {wanted} is no complete checkpoint.")
-        return wanted
-    last = last_checkpoint(config.output_dir)
-    if last is None:
-        raise FileNotFoundError(f"resume_from_checkpoint: {config.output_dir} holds no complete checkpoint yet.")
-    return last
+        checkpoint = wanted
+    else:
+        last = last_checkpoint(config.output_dir)
+        if last is None:
+            raise FileNotFoundError(f"resume_from_checkpoint: {config.output_dir} holds no complete checkpoint yet.")
+        checkpoint = last
+    _refuse_finished(checkpoint, config)
+    return checkpoint
 
 
-def report(trainer: SAGCGRPOTrainer, checkpoint: str | None, wandb_dir: str | None) -> None:
-    """Write the metrics and the picture, and print the table."""
-    config, history = trainer.args, trainer.state.log_history
-    output = Path(config.output_dir)
-    metrics, picture = output / "metrics.jsonl", output / "summary.png"
-    places = {}
+def _refuse_finished(checkpoint: str, config: SAGCConfig) -> None:
+    """Resumed at its end, a run would train one step more than asked for, or none and report nothing."""
     try:
-        metrics.write_text("".join(json.dumps(entry) + "\n" for entry in history))
-        places["metrics"] = str(metrics)
-        if training_steps(history):
-            plot(history, picture)
-            places["plot"] = str(picture)
-    except OSError as error:  # such as a full disk: the table below is still shown
-        print(f"error: metrics and plot could not be written completely: {error}", file=sys.stderr)
+        state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
+    except (ValueError, TypeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"resume_from_checkpoint: trainer_state.json of {checkpoint} is damaged ({error}). Resume from another "
+            "checkpoint."
+        ) from error
+    if 0 < config.max_steps <= state.global_step:
+        raise ValueError(
+            f"resume_from_checkpoint: {checkpoint} is at step {state.global_step}, so nothing is left of --max_steps "
+            f"{config.max_steps}. Set --max_steps above {state.global_step} to train on."
+        )
+    if config.max_steps <= 0 and state.epoch is not None and state.epoch >= config.num_train_epochs:
+        raise ValueError(
+            f"resume_from_checkpoint: {checkpoint} is at the end of epoch {state.epoch:g}, so nothing is left of "
+            f"--num_train_epochs {config.num_train_epochs:g}. Set a larger --num_train_epochs, or --max_steps."
+        )
+
+
+def report(trainer: SAGCGRPOTrainer, entries: int, checkpoint: str | None, wandb_dir: str | None) -> None:
+    """Write the metrics and the picture, and print the table. With no more than `entries` logged, files stay."""
+    config, history = trainer.args, trainer.state.log_history
+    logged = len(history) > entries and bool(training_steps(history))
+    places = write_metrics(history, Path(config.output_dir)) if logged else {}
     if wandb_dir is not None:
         places["wandb"] = str(Path(wandb_dir) / "wandb")
     places["checkpoint"] = checkpoint or "none saved (see save_steps)"
     print()
-    if training_steps(history):
-        print(format_summary(summarize(history, largest=config.num_generations), places))
+    if logged:
+        micro_batches = config.steps_per_generation * config.num_iterations
+        generation_steps = Fraction(micro_batches, config.gradient_accumulation_steps)
+        summary = summarize(history, config.num_generations, generation_steps)
+        print(format_summary(summary, places))
     else:
-        print("No step was finished.", *(f"{name}  {place}" for name, place in places.items()), sep="\n")
+        print("No step was logged.", *(f"{name}  {place}" for name, place in places.items()), sep="\n")
     state = trainer.state
     if state.global_step < state.max_steps:
         again = (
@@ -261,21 +335,56 @@ def report(trainer: SAGCGRPOTrainer, checkpoint: str | None, wandb_dir: str | No
     print(flush=True)
 
 
+def write_metrics(history: list[dict[str, Any]], folder: Path) -> dict[str, str]:
+    """Metrics and picture, each replaced at once: a full disk leaves the one from before. Returns what was written."""
+    metrics, picture = folder / "metrics.jsonl", folder / "summary.png"
+    partial = folder / "partial.jsonl", folder / "partial.png"
+    places = {}
+    try:
+        partial[0].write_text("".join(json.dumps(entry) + "\n" for entry in history))
+        os.replace(partial[0], metrics)
+        places["metrics"] = str(metrics)
+        plot(history, partial[1])
+        os.replace(partial[1], picture)
+        places["plot"] = str(picture)
+    except OSError as error:  # such as a full disk: the table is still shown
+        print(f"error: metrics and plot could not be written completely: {error}", file=sys.stderr)
+        for path in partial:
+            path.unlink(missing_ok=True)
+    return places
+
+
 def train(trainer: SAGCGRPOTrainer, checkpoint: str | None, wandb_dir: str | None) -> int:
     """Train, and report whatever happens."""
     # A scheduler's SIGTERM ends the run as Ctrl-C does: with its metrics written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     started = time.time()
+    entries = 0  # logged before; read now, because save_total_limit may delete the checkpoint
+    if checkpoint is not None:
+        entries = len(TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json")).log_history)
+    lines = StepLines()
+    trainer.add_callback(lines)
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except KeyboardInterrupt:
         print("\nInterrupted.", flush=True)
         return 130
+    except ValueError as error:
+        if lines.began:
+            raise
+        return refuse(error)  # the checkpoint is not one of this run
     finally:
-        if trainer.is_world_process_zero():
+        if trainer.is_world_process_zero() and lines.began:
             # Not one that another run left in the same folder.
-            report(trainer, last_checkpoint(trainer.args.output_dir, since=started) or checkpoint, wandb_dir)
+            saved = last_checkpoint(trainer.args.output_dir, since=started) or checkpoint
+            report(trainer, entries, saved, wandb_dir)
     return 0
+
+
+def refuse(error: Exception) -> int:
+    """One line, whatever the message is, and the exit status of a wrong command."""
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -287,8 +396,7 @@ def main(argv: list[str] | None = None) -> int:
         set_seed(config.seed)
         trainer = build_trainer(run, config, model)
     except (ValueError, OSError, ImportError, yaml.YAMLError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     return train(trainer, checkpoint, wandb_dir)
 
 
