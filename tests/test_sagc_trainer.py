@@ -414,3 +414,18 @@ def test_config_loads_from_yaml_and_flags(tmp_path: Path) -> None:
     parser = TrlParser(SAGCConfig)
     (config,) = parser.parse_args_and_config(["--config", str(path), "--rho", "0.25", "--V", "0.5"])
     assert (config.num_generations, config.rho, config.V) == (4, 0.25, 0.5)
+
+
+def test_a_trainer_above_the_mixin_may_generate_in_chunks(tmp_path: Path) -> None:
+    """Lengths of all calls of one batch count, and those of the batch before do not."""
+
+    class Chunking(SAGCGRPOTrainer):
+        def _generate(self, prompts: list[Any]) -> Any:
+            half = len(prompts) // 2
+            first, second = super()._generate(prompts[:half]), super()._generate(prompts[half:])
+            ids = (first[0] + second[0], first[1] + second[1])
+            return (*ids, None, first[3] + second[3], None, {}, None, [])
+
+    trainer = tiny_trainer(tmp_path, Chunking, max_steps=3, rho=0.3, tau=1.5, V=0.05)
+    trainer.train()
+    assert [entry["sagc/rollouts"] for entry in train_log(trainer)] == [4 * size for size in decisions(trainer)]

@@ -1,7 +1,7 @@
 """Configurations of the straggler-aware trainers."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from inspect import formatannotation
 from numbers import Integral, Real
 from types import UnionType
@@ -303,11 +303,11 @@ class SAGCArguments(_Config):
 
 def _check_types(config: SAGCArguments) -> None:
     """A value of the wrong type, such as a number in quotes, is named before it can fail somewhere else."""
-    for item in fields(SAGCArguments):
-        value = getattr(config, item.name)
-        kinds = get_args(item.type) if isinstance(item.type, UnionType) else (item.type,)
-        if not any(_is_a(value, kind) for kind in kinds):
-            raise ValueError(f"{item.name} must be of type {formatannotation(item.type)}, got {value!r}.")
+    for name, kind in SAGCArguments.__annotations__.items():  # a parser changes what `fields` would tell
+        value = getattr(config, name)
+        kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+        if not any(_is_a(value, one) for one in kinds):
+            raise ValueError(f"{name} must be of type {formatannotation(kind)}, got {value!r}.")
 
 
 def _is_a(value: Any, kind: Any) -> bool:
