@@ -4,6 +4,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+from test_dapo_trainer import dapo_trainer
 from tiny import tiny_trainer
 
 from trainers import SAGCConfig
@@ -15,7 +16,17 @@ def test_metric_table_names_what_is_logged(tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path, max_steps=1)
     trainer.train()
     logged = {re.sub(r"risk_at_size/\d+", "risk_at_size/{G}", key) for key in trainer.state.log_history[0]}
+    # Finish times need colocated vLLM; tests/test_vllm_cpu.py reads these two.
+    logged |= {"sagc/stall_seconds", "sagc/rollout_seconds"}
     assert set(re.findall(r"^\| `(sagc/[^`]+)`", README, re.MULTILINE)) == {k for k in logged if k.startswith("sagc/")}
+
+
+def test_dapo_metric_table_names_what_is_logged(tmp_path: Path) -> None:
+    trainer = dapo_trainer(tmp_path, max_steps=1)
+    trainer.train()
+    text = (Path(__file__).parent.parent / "docs" / "dapo.md").read_text()
+    logged = {key for key in trainer.state.log_history[0] if key.startswith("dapo/")}
+    assert set(re.findall(r"^\| `(dapo/[^`]+)`", text, re.MULTILINE)) == logged
 
 
 def test_parameter_table_has_the_defaults() -> None:
