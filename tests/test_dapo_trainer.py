@@ -134,22 +134,27 @@ def test_sampler_and_signal_utility_see_the_same_success_rate(tmp_path: Path) ->
     assert state.mixed_sum[-1] / state.mixed_weight[-1] == pytest.approx(log(trainer)[0]["dapo/kept_fraction"])
     rewards = np.random.default_rng(0).integers(0, 2, size=(50, 3)).astype(float)
     assert (mixed_reward_curves(rewards, [3])[:, 0] == informative_groups(rewards)).all()
+    assert not informative_groups([[0.1 + 0.2, 0.3]])[0], "equal but for rounding"
     assert informative_groups([[1, np.nan], [np.nan, np.nan], [0, 1]]).tolist() == [False, False, True]
 
 
-def test_gradient_is_that_of_the_kept_groups_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "micro_batches"), [pytest.param(8, 1, id="no filler"), pytest.param(3, 2, id="masked filler")]
+)
+def test_gradient_is_that_of_the_kept_groups_alone(tmp_path: Path, size: int, micro_batches: int) -> None:
     """One step from equal weights: dynamic sampling with refills moves them as training on the kept groups does."""
     sgd = {"max_steps": 1, "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 1.0}
-    dapo = dapo_trainer(tmp_path / "dapo", max_refills=1, min_group_size=8, **sgd)
+    batch = {"per_device_train_batch_size": 32 // micro_batches, "gradient_accumulation_steps": micro_batches}
+    dapo = dapo_trainer(tmp_path / "dapo", 26, max_refills=1, group_size_schedule=[size], **batch, **sgd)
     dapo.train()
-    kept = reference(24, 1, [8], 1)["kept"][0]
-    assert 0 < len(kept) < 4, "the batch is not full, or this shows nothing about dropped groups"
-    rows = numbered_prompts(24).select(kept)
+    kept = reference(26, 1, [size], 1)["kept"][0]
+    assert len(kept) == 3, "the batch of four is not full, or this shows nothing about dropped groups"
+    batch = {"per_device_train_batch_size": size * len(kept), "num_generations": size, "min_group_size": size}
     plain = GRPOTrainer(
         model=tiny_model(),
         reward_funcs=scripted_reward,
-        args=dapo_config(tmp_path / "plain", dynamic_sampling=False, per_device_train_batch_size=8 * len(kept), **sgd),
-        train_dataset=rows,
+        args=dapo_config(tmp_path / "plain", dynamic_sampling=False, **batch, **sgd),
+        train_dataset=numbered_prompts(26).select(kept),
         processing_class=tiny_tokenizer(),
         rollout_func=Script(),
     )
@@ -158,6 +163,8 @@ def test_gradient_is_that_of_the_kept_groups_alone(tmp_path: Path) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
     start = tiny_model().parameters()
     assert any(not ours.equal(theirs) for ours, theirs in zip(dapo.model.parameters(), start, strict=True))
+    for key in ("loss", "reward", "reward_std", "rewards/scripted_reward/mean"):
+        assert log(dapo)[0][key] == pytest.approx(log(plain)[0][key], rel=1e-4, abs=1e-6)
 
 
 def test_no_informative_group_leaves_a_step_without_gradient(tmp_path: Path) -> None:
