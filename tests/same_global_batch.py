@@ -10,7 +10,7 @@ from accelerate import PartialState
 from scripted import Script, numbered_prompts, scripted_reward
 from tiny import tiny_config, tiny_model, tiny_tokenizer
 
-from trainers import SAGCDAPOConfig, SAGCDAPOTrainer, SAGCGRPOTrainer
+from trainers import SAGCConfig, SAGCDAPOConfig, SAGCDAPOTrainer, SAGCGRPOTrainer
 
 
 def run(folder: Path, dapo: bool, resume_from: str | None = None) -> dict[str, Any]:
@@ -26,15 +26,12 @@ def run(folder: Path, dapo: bool, resume_from: str | None = None) -> dict[str, A
         "save_strategy": "steps",
         "save_steps": 5,
     }
-    basic = tiny_config(folder)
-    for name in ("num_generations", "max_completion_length", "logging_steps", "report_to", "seed", "disable_tqdm"):
-        settings[name] = getattr(basic, name)
     script = Script()
-    kind = (SAGCDAPOTrainer, SAGCDAPOConfig) if dapo else (SAGCGRPOTrainer, type(basic))
-    trainer = kind[0](
+    trainer_class, config_class = (SAGCDAPOTrainer, SAGCDAPOConfig) if dapo else (SAGCGRPOTrainer, SAGCConfig)
+    trainer = trainer_class(
         model=tiny_model(),
         reward_funcs=scripted_reward,
-        args=kind[1](output_dir=str(folder), use_cpu=True, bf16=False, **settings),
+        args=tiny_config(folder, config_class, **settings),
         train_dataset=numbered_prompts(40),
         processing_class=tiny_tokenizer(),
         rollout_func=script,

@@ -99,7 +99,8 @@ def test_over_sampling_keeps_the_first_of_a_longer_group(tmp_path: Path, trainer
         CountingModel.steps = 0
         torch.manual_seed(0)
         model = CountingModel(tiny_model().config)
-        kinds = {"args": _rloo_config(tmp_path, extra)} if trainer_class is SAGCRLOOTrainer else {}
+        rloo = {"args": _rloo_config(tmp_path, group_size_schedule=[8], extra_rollouts=extra)}
+        kinds = rloo if trainer_class is SAGCRLOOTrainer else {}
         trainer = tiny_trainer(
             tmp_path / str(extra),
             trainer_class,
@@ -120,14 +121,10 @@ def test_over_sampling_keeps_the_first_of_a_longer_group(tmp_path: Path, trainer
     assert result[6][2] == 0.0, "14 completions have 8 that end before the limit"
 
 
-def _rloo_config(folder: Path, extra: int = 0, **overrides: Any) -> SAGCRLOOConfig:
-    settings = {
-        key: getattr(tiny_config(folder), key)
-        for key in ("per_device_train_batch_size", "num_generations", "logging_steps", "report_to", "seed")
-    }
-    settings |= {"max_completion_length": 64, "max_steps": 3, "learning_rate": 0.0, "use_cpu": True, "bf16": False}
-    settings |= {"beta": 0.0, "save_strategy": "no", "disable_tqdm": True, "extra_rollouts": extra}
-    return SAGCRLOOConfig(output_dir=str(folder), **{**settings, "group_size_schedule": [8], **overrides})
+def _rloo_config(folder: Path, **overrides: Any) -> SAGCRLOOConfig:
+    settings = {"max_steps": 3, "max_completion_length": 64, "learning_rate": 0.0, "beta": 0.0}
+    config: SAGCRLOOConfig = tiny_config(folder, SAGCRLOOConfig, **{**settings, **overrides})
+    return config
 
 
 def test_over_sampling_needs_completions_that_it_can_stop(tmp_path: Path) -> None:
@@ -161,7 +158,7 @@ def test_rloo_with_a_binding_budget(tmp_path: Path) -> None:
         SAGCRLOOTrainer(
             model=tiny_model(),
             reward_funcs=even_words,
-            args=_rloo_config(tmp_path, group_size_schedule=None, adaptive_budgets=True),
+            args=_rloo_config(tmp_path, adaptive_budgets=True),
             train_dataset=prompts(),
             processing_class=tiny_tokenizer(),
         )

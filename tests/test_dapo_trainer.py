@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from scripted import Script, numbered_prompts, outcome, scripted_reward
-from tiny import even_words, prompts, tiny_model, tiny_tokenizer, tiny_trainer
+from tiny import even_words, prompts, tiny_config, tiny_model, tiny_tokenizer, tiny_trainer
 from trl import GRPOTrainer
 
 from sagc import mixed_reward_curves
@@ -22,22 +22,8 @@ from trainers.sagc_trainer import STATE_FILE
 
 
 def dapo_config(output_dir: Path, **overrides: Any) -> SAGCDAPOConfig:
-    """Four prompts of up to 8 completions per batch, on the CPU."""
-    settings: dict[str, Any] = {
-        "per_device_train_batch_size": 32,
-        "num_generations": 8,
-        "max_completion_length": 24,
-        "max_steps": 4,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "seed": 7,
-    }
-    return SAGCDAPOConfig(output_dir=str(output_dir), **{**settings, **overrides})
+    config: SAGCDAPOConfig = tiny_config(output_dir, SAGCDAPOConfig, **overrides)
+    return config
 
 
 class RecordingTrainer(SAGCDAPOTrainer):

@@ -52,7 +52,7 @@ def even_words(completions: list[str], **_: Any) -> list[float]:
     return [sum(w[1:].isdigit() and int(w[1:]) % 2 == 0 for w in row) / max(len(row), 1) for row in words]
 
 
-def tiny_config(output_dir: Path | str, **overrides: Any) -> SAGCConfig:
+def tiny_config(output_dir: Path | str, config_class: Any = SAGCConfig, **overrides: Any) -> Any:
     """Four prompts of up to 8 completions per generation, on the CPU."""
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 32,
@@ -68,7 +68,7 @@ def tiny_config(output_dir: Path | str, **overrides: Any) -> SAGCConfig:
         "disable_tqdm": True,
         "seed": 7,
     }
-    return SAGCConfig(output_dir=str(output_dir), **{**settings, **overrides})
+    return config_class(output_dir=str(output_dir), **{**settings, **overrides})
 
 
 def tiny_trainer(
