@@ -266,3 +266,15 @@ def test_a_metric_without_a_value_is_left_out(tmp_path: Path) -> None:
     summary = summarize(log, largest=8)
     assert (summary.reward_first, summary.reward_last) == (log[0]["reward"], log[2]["reward"])
     plot(log, tmp_path / "summary.png")
+
+
+def test_the_reward_of_dynamic_sampling_is_that_of_all_it_sampled(tmp_path: Path) -> None:
+    steps = history([8, 8, 6, 4, 2, 8])
+    assert "dropped groups" not in format_summary(summarize(steps, largest=8))
+    for step, entry in enumerate(steps[:-1]):
+        entry["reward"], entry["dapo/reward_sampled"] = 0.5, 0.1 * step
+    summary = summarize(steps, largest=8)
+    assert (summary.reward_first, summary.reward_last) == pytest.approx((0.1, 0.4))
+    text = format_summary(summary)
+    assert "0.10 -> 0.40 (means of the first and last 3 steps, dropped groups included)" in text
+    plot(steps, tmp_path / "summary.png")

@@ -18,6 +18,8 @@ import numpy.typing as npt
 # Rewards of single generations are noisy: first and last are means over at least this many, where the log allows.
 REWARD_WINDOW = 3
 
+SAMPLED_REWARD = "dapo/reward_sampled"
+
 FloatArray = npt.NDArray[np.float64]
 LogHistory = Sequence[dict[str, Any]]
 
@@ -44,6 +46,9 @@ class RunSummary:
             Mean reward of the first and of the last generations.
         reward_windows (`tuple[int, int]`):
             Generations in each of these means.
+        all_sampled (`bool`):
+            Whether dynamic sampling dropped groups: the rewards are then of all sampled completions, dropped ones
+            included, because those of the kept groups alone are near the middle however well the model does.
         rollouts (`int`):
             Completions generated.
         seconds (`float`):
@@ -62,6 +67,7 @@ class RunSummary:
     reward_first: float
     reward_last: float
     reward_windows: tuple[int, int]
+    all_sampled: bool
     rollouts: int
     seconds: float
     saved: float
@@ -217,7 +223,7 @@ def summarize(log_history: LogHistory, largest: int, generation_steps: Fraction 
     if not generating:
         raise ValueError("No training step was logged: nothing to summarize. Check logging_steps and max_steps.")
     entries, counts = [window.entry for window in generating], np.array([window.generations for window in generating])
-    rewards = _series(entries, "reward")
+    rewards = _series(entries, _reward_key(entries))
     first = _enough(counts)
     last = _enough(counts[::-1])
     saved, saved_error = _seconds_saved(windows, largest)
@@ -232,6 +238,7 @@ def summarize(log_history: LogHistory, largest: int, generation_steps: Fraction 
         reward_first=_mean(rewards[:first], counts[:first]),
         reward_last=_mean(rewards[-last:], counts[-last:]),
         reward_windows=(int(counts[:first].sum()), int(counts[-last:].sum())),
+        all_sampled=_reward_key(entries) == SAMPLED_REWARD,
         rollouts=round(float(np.nansum(_series(entries, "sagc/rollouts") * counts))),
         seconds=float(np.nansum(_series([window.entry for window in windows], "step_time") * steps)),
         saved=saved,
@@ -243,6 +250,10 @@ def _enough(counts: npt.NDArray[np.int_]) -> int:
     """Entries that hold `REWARD_WINDOW` generations, but at most half of them: first and last share none."""
     wanted = int(np.searchsorted(np.cumsum(counts), REWARD_WINDOW)) + 1
     return max(1, min(wanted, len(counts) // 2))
+
+
+def _reward_key(entries: LogHistory) -> str:
+    return SAMPLED_REWARD if any(SAMPLED_REWARD in entry for entry in entries) else "reward"
 
 
 def _mean(values: FloatArray, counts: npt.NDArray[np.int_]) -> float:
@@ -295,6 +306,8 @@ def format_summary(summary: RunSummary, places: dict[str, str] | None = None) ->
     unit = "steps" if s.generations == s.steps else "generations"
     first, last = s.reward_windows
     window = f"first and last {first}" if first == last else f"first {first} and last {last}"
+    if s.all_sampled:
+        unit += ", dropped groups included"
     rows = {
         "steps": f"{s.steps} ({generations}{s.seconds:.0f} s in steps, {s.rollouts} completions)",
         "mean group size": f"{s.mean_group_size:.1f} of at most {s.largest}",
@@ -380,12 +393,14 @@ def _plot_rate(axis: Any, steps: FloatArray, entries: LogHistory) -> None:
 
 
 def _plot_reward(axis: Any, steps: FloatArray, entries: LogHistory) -> None:
-    rewards = _series(entries, "reward")
+    key = _reward_key(entries)
+    rewards = _series(entries, key)
     recent = [rewards[max(0, i - 4) : i + 1] for i in range(rewards.size)]
     smooth = [_mean(values, np.ones(values.size, dtype=int)) for values in recent]
     axis.plot(steps, rewards, color="C7", alpha=0.6, marker="o", markersize=3, linestyle=":", label="as logged")
     axis.plot(steps, smooth, color="C2", linewidth=2, label="mean of the last 5")
-    axis.set(title="Reward", ylabel="mean reward")
+    title = "Reward, dropped groups included" if key == SAMPLED_REWARD else "Reward"
+    axis.set(title=title, ylabel="mean reward")
     axis.legend(loc="best", frameon=False)
     _integer_steps(axis)
 
