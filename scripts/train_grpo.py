@@ -1,11 +1,13 @@
-"""Train a model with GRPO whose group size keeps within a straggler budget.
+"""Train a model with GRPO or DAPO whose group size keeps within a straggler budget.
 
     python scripts/train_grpo.py --config configs/quickstart.yaml
     python scripts/train_grpo.py --config configs/quickstart.yaml --rho 0.2 --max_steps 40
     python scripts/train_grpo.py --config configs/quickstart.yaml --resume_from_checkpoint true
+    python scripts/train_grpo.py --config configs/dapo.yaml
 
-Fields are those of `RunArguments` below, `trainers.SAGCConfig` (and so of `trl.GRPOConfig`) and `trl.ModelConfig`; a
-flag overrides the file. Weights & Biases records the run: offline where no key is configured or it cannot be reached.
+Fields are those of `RunArguments` below, `trainers.SAGCConfig` (and so of `trl.GRPOConfig`; with `trainer: dapo` of
+`trainers.SAGCDAPOConfig`) and `trl.ModelConfig`; a flag overrides the file. Weights & Biases records the run: offline
+where no key is configured or it cannot be reached.
 """
 
 import json
@@ -28,20 +30,26 @@ from requests.utils import get_netrc_auth
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState, set_seed
 from trl import ModelConfig, TrlParser, get_peft_config
 
-from trainers import SAGCConfig, SAGCGRPOTrainer
+from trainers import SAGCConfig, SAGCDAPOConfig, SAGCDAPOTrainer, SAGCGRPOTrainer
 from trainers.demo import RewardFunction, dataset_task, embedded_model, reasoning_task
 from trainers.summary import format_summary, plot, summarize, training_steps
 
 EMBEDDED = "embedded"
+TRAINERS: dict[str, tuple[type[SAGCGRPOTrainer], type[SAGCConfig]]] = {
+    "grpo": (SAGCGRPOTrainer, SAGCConfig),
+    "dapo": (SAGCDAPOTrainer, SAGCDAPOConfig),
+}
 FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 @dataclass
 class RunArguments:
     """
-    What to train on.
+    What to train with, and on.
 
     Args:
+        trainer (`str`, *optional*, defaults to `"grpo"`):
+            `"grpo"` or `"dapo"`.
         task (`str`, *optional*, defaults to `"basic_arithmetic"`):
             Name of a `reasoning-gym` task.
         num_prompts (`int`, *optional*, defaults to `256`):
@@ -63,6 +71,7 @@ class RunArguments:
             Split of that dataset.
     """
 
+    trainer: str = field(default="grpo", metadata={"help": "grpo or dapo."})
     task: str = field(default="basic_arithmetic", metadata={"help": "Name of a reasoning-gym task."})
     num_prompts: int = field(default=256, metadata={"help": "Number of prompts."})
     task_options: dict[str, Any] | str | None = field(default=None, metadata={"help": "Options of the task (JSON)."})
@@ -76,6 +85,8 @@ class RunArguments:
     dataset_split: str = field(default="train", metadata={"help": "Split of that dataset."})
 
     def __post_init__(self) -> None:
+        if self.trainer not in TRAINERS:
+            raise ValueError(f"trainer must be one of {', '.join(TRAINERS)}, got {self.trainer!r}.")
         for name in ("task_options", "examples"):
             value = getattr(self, name)
             if isinstance(value, str):
@@ -88,12 +99,16 @@ class RunArguments:
             setattr(self, name, value or {})
 
 
-class Parser(TrlParser):
-    """TRL's parser, which reports a wrong flag or key in one line instead of the usage of some 300 flags."""
+class LenientParser(TrlParser):
+    """TRL's parser, which reports a wrong flag in one line instead of the usage of some 300 flags."""
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage."""
         raise ValueError(message)
+
+
+class Parser(LenientParser):
+    """Refuses keys that no field has, too."""
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
         """Take the file's values as defaults, and refuse keys that no field has."""
@@ -123,10 +138,16 @@ class StepLines(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Print the step."""
         if state.is_world_process_zero and logs is not None and "sagc/group_size" in logs:
+            # TRL logs no reward where none of the completions was scored.
+            reward = "none" if logs["reward"] is None else f"{logs['reward']:.2f}"
+            sampling = ""
+            if "dapo/kept_fraction" in logs:
+                refills = logs["dapo/refills"]
+                sampling = f"  kept {logs['dapo/kept_fraction']:.2f} ({refills:g} refill{'' if refills == 1 else 's'})"
             print(
                 f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"
                 f"  G={logs['sagc/group_size']:<4g}"
-                f" reward {logs['reward']:.2f}"
+                f" reward {reward}{sampling}"
                 f"  stragglers {logs['sagc/straggler_rate']:.2f} (so far {logs['sagc/straggler_rate_running']:.2f},"
                 f" budget {logs['sagc/budget']:g})"
                 f"  tokens {logs['completions/mean_length']:.0f}"
@@ -137,7 +158,11 @@ class StepLines(TrainerCallback):
 
 def parse(argv: list[str] | None = None) -> tuple[RunArguments, SAGCConfig, ModelConfig]:
     """Arguments of the run: file first, then flags."""
-    parser = Parser([RunArguments, SAGCConfig, ModelConfig])
+    # The trainer comes first: the other fields depend on it. Help is that of all fields.
+    first, *_ = LenientParser([RunArguments], add_help=False).parse_args_and_config(
+        argv, return_remaining_strings=True
+    )
+    parser = Parser([RunArguments, TRAINERS[first.trainer][1], ModelConfig])
     parser.set_defaults_with_config(report_to="wandb", logging_steps=1)
     try:
         run, config, model = parser.parse_args_and_config(argv)
@@ -249,7 +274,8 @@ def build_trainer(run: RunArguments, config: SAGCConfig, model: ModelConfig) -> 
         "attn_implementation": model.attn_implementation,
         **(config.model_init_kwargs or {}),
     }
-    trainer = SAGCGRPOTrainer(
+    trainer_class, _ = TRAINERS[run.trainer]
+    trainer = trainer_class(
         model=name, reward_funcs=reward, args=config, train_dataset=dataset, peft_config=get_peft_config(model)
     )
     trainer.remove_callback(PrinterCallback)

@@ -2,17 +2,21 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
-from tiny import WORDS, tiny_model, tiny_tokenizer
+from tiny import WORDS, even_words, tiny_model, tiny_tokenizer
+
+from trainers import SAGCDAPOConfig
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -235,6 +239,65 @@ def test_the_table_counts_steps_and_generations(folder: Path, capsys: pytest.Cap
     assert "steps            5 (3 generations, " in capsys.readouterr().out
 
 
+def words_reward(dataset: Dataset) -> tuple[Dataset, Any]:
+    return dataset, even_words
+
+
+@pytest.mark.parametrize("by_file", [True, False])
+def test_dapo(
+    folder: Path, by_file: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Named in the file or by a flag, with fields that only DAPO has in the file."""
+    monkeypatch.setattr(train_grpo, "dataset_task", words_reward)
+    (folder / "dapo.yaml").write_text("max_refills: 1\noverlong_buffer: 8\n" + "trainer: dapo\n" * by_file)
+    trainer = None if by_file else "dapo"
+    arguments = flags(folder, config=folder / "dapo.yaml", trainer=trainer, overlong_penalty=0.5)
+    run, config, _ = train_grpo.parse(arguments)
+    assert (run.trainer, type(config)) == ("dapo", SAGCDAPOConfig)
+    assert (config.max_refills, config.overlong_buffer, config.overlong_penalty) == (1, 8, 0.5)
+    assert train_grpo.main(arguments) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"step 2/2  G=\d .* kept \d\.\d\d \(\d refills?\)", output)
+    assert "dropped groups included" in output
+    log = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any(key.startswith("rewards/") and "overlong" in key for key in log[0])
+
+
+def test_the_quickstart_of_dapo_is_the_quickstarts_task() -> None:
+    parsed = [
+        train_grpo.parse(["--config", str(ROOT / "configs" / f"{name}.yaml")]) for name in ("quickstart", "dapo")
+    ]
+    (run, config, model), (dapo_run, dapo_config, dapo_model) = parsed
+    assert (run.trainer, dapo_run.trainer) == ("grpo", "dapo")
+    assert replace(dapo_run, trainer="grpo") == run
+    assert dapo_model == model
+    for name in ("num_generations", "per_device_train_batch_size", "max_completion_length", "tau", "rho", "max_steps"):
+        assert getattr(dapo_config, name) == getattr(config, name)
+    assert dapo_config.dynamic_sampling
+    assert (dapo_config.overlong_buffer, dapo_config.utility) == (16, "signal")
+
+
+def test_help_is_that_of_all_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        train_grpo.parse(["--trainer", "dapo", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert all(flag in text for flag in ("--task", "--max_refills", "--rho", "--lora_r"))
+
+
+def test_a_step_without_a_scored_completion_has_its_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TRL logs None as its reward, and DAPO finds no group to keep."""
+
+    def unscored(dataset: Dataset) -> tuple[Dataset, Any]:
+        return dataset, lambda completions, **_: [None] * len(completions)
+
+    monkeypatch.setattr(train_grpo, "dataset_task", unscored)
+    assert train_grpo.main(flags(folder)) == 0
+    assert "reward none  stragglers" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", ["json", "jsonl", "csv", "parquet"])
 def test_files_of_prompts(folder: Path, kind: str) -> None:
     path = folder / f"rows.{kind}"
@@ -269,6 +332,11 @@ def test_files_of_prompts(folder: Path, kind: str) -> None:
         ({"lr_scheduler_type": "none_such"}, "none_such"),
         ({"per_device_train_batch_size": 256}, "train_dataset has 24 prompts, fewer than the 32"),
         ({"no_such_field": 1}, "no_such_field"),
+        ({"trainer": "ppo"}, "trainer must be one of grpo, dapo, got 'ppo'"),
+        ({"trainer": "dapo", "no_such_field": 1}, "no_such_field"),
+        ({"trainer": "dapo", "overlong_buffer": 25}, "overlong_buffer must lie in 1 to max_completion_length (24)"),
+        ({"config": "{folder}/ppo.yaml"}, "trainer must be one of grpo, dapo, got 'ppo'"),
+        ({"config": "{folder}/dapo_key.yaml"}, "unknown keys: max_refills (nearest: "),
         ({"config": "{folder}/wrong_type.yaml"}, "A setting has a value of the wrong type"),
         ({"config": "{folder}/key.yaml"}, "unknown keys: rhoo (nearest: rho"),
         ({"config": "{folder}/no.yaml"}, "no.yaml"),
@@ -285,6 +353,8 @@ def test_a_wrong_setting_is_one_line(
     (folder / "damaged" / "trainer_state.json").write_text("{")
     (folder / "wrong_type.yaml").write_text("warmup_steps: [1]")
     (folder / "key.yaml").write_text("rhoo: 0.3")
+    (folder / "ppo.yaml").write_text("trainer: ppo")
+    (folder / "dapo_key.yaml").write_text("max_refills: 1")
     (folder / "broken.yaml").write_text("rho: [0.3\ntau: 2")
     given = {
         name: value.format(folder=folder) if isinstance(value, str) else value for name, value in overrides.items()
