@@ -19,6 +19,19 @@ from .events import BoolArray, FloatArray, StragglerEvent, straggler_events
 from .oracle import hindsight_optimum
 
 
+class Lengths(Protocol):
+    """Where lengths come from: [`LengthModel`], or [`~sagc.trace.TraceModel`] for recorded ones."""
+
+    @property
+    def drifts(self) -> bool:
+        """Whether the risk may change over the run."""
+
+    def sample(
+        self, rng: np.random.Generator, progress: float, groups: int, size: int
+    ) -> tuple[FloatArray, BoolArray]:
+        """One batch of groups: lengths and truncation flags."""
+
+
 @dataclass(frozen=True)
 class LengthModel:
     """
@@ -144,16 +157,14 @@ class Score:
     violation: float
 
 
-def simulate(
-    policy: Policy, model: LengthModel, event: StragglerEvent, steps: int, groups: int = 8, seed: int = 0
-) -> Run:
+def simulate(policy: Policy, model: Lengths, event: StragglerEvent, steps: int, groups: int = 8, seed: int = 0) -> Run:
     """
     Runs a policy for a number of batches.
 
     Args:
         policy ([`Policy`]):
             Chooses the sizes; changed in place.
-        model ([`LengthModel`]):
+        model ([`Lengths`]):
             Generator of the lengths.
         event ([`StragglerEvent`]):
             Definition of the event that is counted.
@@ -178,7 +189,7 @@ def simulate(
 
 
 def true_risk(
-    model: LengthModel, event: StragglerEvent, sizes: Sequence[int], steps: int, samples: int = 100_000, seed: int = 1
+    model: Lengths, event: StragglerEvent, sizes: Sequence[int], steps: int, samples: int = 100_000, seed: int = 1
 ) -> FloatArray:
     """
     Event probability of each size at each step, by Monte Carlo.
@@ -186,7 +197,7 @@ def true_risk(
     Under drift it is sampled at 21 places in the run and interpolated.
 
     Args:
-        model ([`LengthModel`]):
+        model ([`Lengths`]):
             Generator of the lengths.
         event ([`StragglerEvent`]):
             Definition of the event.
