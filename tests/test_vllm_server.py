@@ -221,18 +221,17 @@ def test_training_stops_and_resumes_from_an_intact_checkpoint(
     monkeypatch.setattr(sagc_trainer, "colocated_on_cpu", lambda _: nullcontext())  # refuses servers, for NCCL's sake
 
     def build(callbacks: list[TrainerCallback]) -> Any:
-        with bounded_server(TIMEOUT):
-            return tiny_trainer(
-                tmp_path,
-                arguments={"callbacks": callbacks},
-                use_vllm=True,
-                vllm_mode="server",
-                vllm_server_base_url=server.url,
-                vllm_request_timeout=TIMEOUT,
-                save_strategy="steps",
-                save_steps=1,
-                rho=0.2,
-            )
+        return tiny_trainer(
+            tmp_path,
+            arguments={"callbacks": callbacks},
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_server_base_url=server.url,
+            vllm_request_timeout=TIMEOUT,
+            save_strategy="steps",
+            save_steps=1,
+            rho=0.2,
+        )
 
     trainer = build([FailAfter(server, 2, fault)])
     with pytest.raises(VLLMServerError, match=message):

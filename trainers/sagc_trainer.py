@@ -38,6 +38,7 @@ from .sagc_config import SAGCArguments, SAGCConfig
 from .trl_internals import RepeatSampler, repeat_iterable_dataset, warn_if_untested
 from .vllm_cpu import colocated_on_cpu
 from .vllm_rollouts import rollout_engine
+from .vllm_server import bounded_server
 
 logger = get_logger(__name__)
 
@@ -71,7 +72,7 @@ class SAGCMixin(RolloutMixin):
     def __init__(self, *args: Any, group_size_utility: Callable[[int], float] | None = None, **kwargs: Any) -> None:
         warn_if_untested()
         config = self._find_config([*args, *kwargs.values()])
-        with colocated_on_cpu(config), rollout_engine(config):
+        with colocated_on_cpu(config), rollout_engine(config), bounded_server(config.vllm_request_timeout):
             super().__init__(*args, **kwargs)
         self._controller = self._build_controller(config, group_size_utility)
         self._budgets = self._build_budgets(config)
