@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
-from trainers import SAGCConfig, SAGCGRPOTrainer, vllm_cpu
+from trainers import SAGCConfig, SAGCDAPOConfig, SAGCDAPOTrainer, SAGCGRPOTrainer, vllm_cpu, vllm_rollouts
 from trainers.demo import embedded_model
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+import record_rollouts
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +37,7 @@ GROUPS: dict[str, Callable[[str], bool]] = {
 }
 
 
-def config(output_dir: Path | str, **overrides: Any) -> SAGCConfig:
+def config(output_dir: Path | str, config_class: Any = SAGCConfig, **overrides: Any) -> Any:
     settings: dict[str, Any] = {
         "use_cpu": True,
         "bf16": False,
@@ -50,7 +54,7 @@ def config(output_dir: Path | str, **overrides: Any) -> SAGCConfig:
         "save_strategy": "no",
         "disable_tqdm": True,
     }
-    return SAGCConfig(output_dir=str(output_dir), **{**settings, **overrides})
+    return config_class(output_dir=str(output_dir), **{**settings, **overrides})
 
 
 def first_wins(completions: list[str], **_: Any) -> list[float]:
@@ -246,24 +250,68 @@ def interrupt(*_: Any, **__: Any) -> Any:
     raise KeyboardInterrupt
 
 
+def test_recorded_completions_have_finish_times(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`scripts/record_rollouts.py`, with this engine instead of one of its own."""
+    monkeypatch.setattr(vllm_rollouts, "rollout_llm", lambda **_: trainer.vllm_generation.llm)
+    settings = record_rollouts.Settings(tasks={"chain_sum": {}}, max_tokens=24)
+    sample = record_rollouts.vllm_sampler(settings, "", 0)
+    rows = [trainer.processing_class(text)["input_ids"] for text in ("Say yes.", "Count to 100:")] * 2
+    completions = sample(rows, 0)
+    for one in completions:
+        assert one.seconds is not None and one.seconds > 0
+        assert one.length == 24 or not one.truncated
+    assert any(one.truncated for one in completions)
+    again = sample(rows, 0)
+    assert [one.text for one in again] == [one.text for one in completions]
+    assert [one.text for one in sample(rows, 1)] != [one.text for one in completions]
+
+
 def test_over_sampling_duration_events_and_prefix_caching(trainer: Any, tmp_path: Path) -> None:
     """In a trainer that shares the engine: kept rows have finish times, and duration events are made of them."""
     assert trainer.vllm_generation.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching is False
     overrides = {"straggler_event": "duration", "group_size_schedule": [4], "extra_rollouts": 2, "max_steps": 2}
-    settings = config(tmp_path, **overrides)
-    engine = trainer.vllm_generation
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_cpu, "CPUVLLMGeneration", lambda **_: engine)
-        other = SAGCGRPOTrainer(
-            model=str(embedded_model()),
-            reward_funcs=first_wins,
-            args=settings,
-            train_dataset=Dataset.from_dict({"prompt": [f"What is {i} + {i + 2}?" for i in range(8)]}),
-        )
-    engine.model = other.model
+    other = with_engine_of(trainer, SAGCGRPOTrainer, config(tmp_path, **overrides), first_wins)
     other.train()
     entries = [entry for entry in other.state.log_history if "sagc/stall_seconds" in entry]
     assert len(entries) == 2
     for entry in entries:
         assert 0 <= entry["sagc/stall_seconds"] < entry["sagc/rollout_seconds"]
         assert entry["sagc/rollouts"] == 4
+
+
+def test_dapo_refills_from_the_engine(trainer: Any, tmp_path: Path) -> None:
+    """Groups of equal rewards are replaced by further prompts, whose completions come from the same engine."""
+    asked: list[list[str]] = []
+
+    def second_prompt_teaches(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        asked.append(list(dict.fromkeys(prompts)))
+        teaches = [int(prompt.split()[2]) % 2 == 1 for prompt in prompts]
+        return [float(t and i % 2 == 0) for i, t in enumerate(teaches)]
+
+    settings = config(tmp_path, SAGCDAPOConfig, max_refills=8, max_steps=2, per_device_train_batch_size=8)
+    other = with_engine_of(trainer, SAGCDAPOTrainer, settings, second_prompt_teaches)
+    other.train()
+    entries = [entry for entry in other.state.log_history if "dapo/refills" in entry]
+    assert len(entries) == 2
+    assert len(asked) == sum(1 + entry["dapo/refills"] for entry in entries) > 2, "the first batch has an even prompt"
+    for entry in entries:
+        assert entry["dapo/batch_fill"] == 1.0
+        assert entry["sagc/rollouts"] == 2 * entry["sagc/group_size"] + entry["dapo/discarded_rollouts"]
+        assert 0 <= entry["sagc/stall_seconds"] < entry["sagc/rollout_seconds"]
+    seen = [prompt for prompts in asked for prompt in prompts]
+    assert len(set(seen[:8])) == len(seen[:8]), "within an epoch no prompt comes twice"
+
+
+def with_engine_of(trainer: Any, trainer_class: type, settings: SAGCConfig, reward: Callable[..., list[float]]) -> Any:
+    """Another trainer that generates with the engine of the first: a second engine would take a minute to start."""
+    engine = trainer.vllm_generation
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_cpu, "CPUVLLMGeneration", lambda **_: engine)
+        other = trainer_class(
+            model=str(embedded_model()),
+            reward_funcs=reward,
+            args=settings,
+            train_dataset=Dataset.from_dict({"prompt": [f"What is {i} + {i + 2}?" for i in range(8)]}),
+        )
+    engine.model = other.model
+    return other
