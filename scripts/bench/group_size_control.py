@@ -2,8 +2,12 @@
 
     python scripts/bench/group_size_control.py --json docs/measurements/group_size_control.json --plots docs
 
-Parts of the result: scaling with the horizon, the constant of the V rule against budgets, drift, a coarse grid, and
-rivals: every fixed size, and the same law with the risk of a size learnt only from batches played at that size.
+Groups are drawn from a recorded trace of a real model (`sagc.trace`); lengths that drift, and a control, come from the
+log-normal generator of `sagc.simulation`.
+
+Parts of the result: risk curves of the trace, scaling with the horizon, the constant of the V rule against budgets, a
+coarse grid, drift, and rivals: every fixed size, and the same law with the risk of a size learnt only from batches
+played at that size.
 
 Utilities are log G; the truth is `sagc.simulation.true_risk`. `efficiency` compares the run's utility with the optimum
 at the budget that its sizes truly spent. It is free of the luck of the draws and of what overspending buys.
@@ -24,22 +28,35 @@ from sagc import ControllerConfig, GroupSizeController, StragglerEvent, choose_g
 from sagc.controller import V_PER_SQRT_HORIZON
 from sagc.events import FloatArray
 from sagc.oracle import hindsight_optimum
-from sagc.simulation import FixedSize, LengthModel, Policy, Run, score, simulate, true_risk
+from sagc.simulation import FixedSize, LengthModel, Lengths, Policy, Run, score, simulate, true_risk
+from sagc.trace import TraceModel, read_trace
 from sagc.utility import static_utility
 
+TRACE = Path(__file__).parents[2] / "docs" / "measurements" / "rollouts_smollm2.jsonl.gz"
 SIZES = tuple(range(2, 17))
-EVENT = StragglerEvent(tau=2.0)
 UTILITY = static_utility("log", SIZES)
 RANGE = float(UTILITY[-1] - UTILITY[0])
 GROUPS = 8
-MODELS = {
-    "stationary": LengthModel(),
-    "longer": LengthModel(growth=3.0, max_length=800),
-    "wider": LengthModel(sigma=0.3, sigma_growth=2.0),
-}
-BUDGETS = (0.2, 0.3, 0.4, 0.5, 0.6)
 
-PolicyMaker = Callable[[float, int], Policy]  # of budget and horizon
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """Where lengths come from, what counts as an event, and budgets between the risks of the sizes."""
+
+    name: str
+    lengths: Lengths
+    event: StragglerEvent
+    budgets: tuple[float, ...]
+
+
+TRACE_BUDGETS = (0.3, 0.4, 0.5, 0.6, 0.7)
+CONTROLS = (
+    World("log-normal", LengthModel(), StragglerEvent(tau=2.0), (0.2, 0.3, 0.4, 0.5, 0.6)),
+    World("longer", LengthModel(growth=3.0, max_length=800), StragglerEvent(tau=2.0), (0.2, 0.3, 0.4, 0.5, 0.6)),
+    World("wider", LengthModel(sigma=0.3, sigma_growth=2.0), StragglerEvent(tau=2.0), (0.2, 0.3, 0.4, 0.5, 0.6)),
+)
+
+PolicyMaker = Callable[[World, float, int], Policy]  # of world, budget and horizon
 
 
 @dataclass
@@ -48,6 +65,7 @@ class PlayedOnly:
 
     rho: float
     v: float
+    event: StragglerEvent
     group_size: int = SIZES[-1]
     queue: float = 0.0
     forgetting_factor: float = 0.95
@@ -55,7 +73,7 @@ class PlayedOnly:
     groups: FloatArray = field(default_factory=lambda: np.zeros(len(SIZES)))
 
     def observe(self, lengths: npt.ArrayLike, truncated: npt.ArrayLike | None = None) -> None:
-        event = straggler_events(lengths, EVENT, truncated)
+        event = straggler_events(lengths, self.event, truncated)
         self.queue = max(0.0, self.queue + float(event.mean()) - self.rho)
         index = SIZES.index(self.group_size)
         self.events *= self.forgetting_factor
@@ -67,32 +85,37 @@ class PlayedOnly:
 
 
 @cache
-def risk_of(model: LengthModel, steps: int) -> FloatArray:
-    return true_risk(model, EVENT, SIZES, steps, samples=40_000 if model.drifts else 400_000)
+def risk_of(world: World, steps: int) -> FloatArray:
+    samples = 40_000 if world.lengths.drifts else 400_000
+    return true_risk(world.lengths, world.event, SIZES, steps, samples)
 
 
 @cache
-def stepwise_optimum(model: LengthModel, steps: int, rho: float) -> float:
+def stepwise_optimum(world: World, steps: int, rho: float) -> float:
     """Average utility of the best mixture of each step that meets the budget at that step (or comes closest)."""
-    rows = risk_of(model, steps)[:: max(steps // 30, 1)]
+    rows = risk_of(world, steps)[:: max(steps // 30, 1)]
     return float(np.mean([hindsight_optimum(UTILITY, row, max(rho, float(row.min())))[0] for row in rows]))
 
 
 def sagc_policy(
-    rho: float, steps: int, constant: float = V_PER_SQRT_HORIZON, forgetting_factor: float = 0.95
+    world: World, rho: float, steps: int, constant: float = V_PER_SQRT_HORIZON, forgetting_factor: float = 0.95
 ) -> Policy:
     v = constant * steps**0.5 / RANGE
-    config = ControllerConfig(sizes=SIZES, rho=rho, event=EVENT, v=v, forgetting_factor=forgetting_factor)
+    config = ControllerConfig(sizes=SIZES, rho=rho, event=world.event, v=v, forgetting_factor=forgetting_factor)
     return GroupSizeController(config)
 
 
-def played_only_policy(rho: float, steps: int) -> Policy:
-    return PlayedOnly(rho, V_PER_SQRT_HORIZON * steps**0.5 / RANGE)
+def played_only_policy(world: World, rho: float, steps: int) -> Policy:
+    return PlayedOnly(rho, V_PER_SQRT_HORIZON * steps**0.5 / RANGE, world.event)
 
 
-def judge(run: Run, model: LengthModel, rho: float) -> dict[str, float]:
+def run_of(policy: Policy, world: World, steps: int, seed: int) -> Run:
+    return simulate(policy, world.lengths, world.event, steps, GROUPS, seed)
+
+
+def judge(run: Run, world: World, rho: float) -> dict[str, float]:
     steps = len(run.sizes)
-    risk = risk_of(model, steps)
+    risk = risk_of(world, steps)
     result = score(run, SIZES, UTILITY, risk, rho)
     spent = float(risk[np.arange(steps), np.searchsorted(SIZES, run.sizes)].mean())
     affordable, _ = hindsight_optimum(UTILITY, risk, spent)
@@ -126,51 +149,61 @@ def slope(horizons: Sequence[int], values: FloatArray) -> dict[str, float]:
     return {"slope": fit(values), "p10": float(low), "p90": float(high)}
 
 
-def repeated(policy: PolicyMaker, model: LengthModel, rho: float, steps: int, seeds: int) -> list[dict[str, float]]:
+def repeated(policy: PolicyMaker, world: World, rho: float, steps: int, seeds: int) -> list[dict[str, float]]:
     """One judged run for each seed."""
-    runs = (simulate(policy(rho, steps), model, EVENT, steps, GROUPS, seed) for seed in range(seeds))
-    return [judge(run, model, rho) for run in runs]
+    runs = (run_of(policy(world, rho, steps), world, steps, seed) for seed in range(seeds))
+    return [judge(run, world, rho) for run in runs]
 
 
-def scaling(horizons: Sequence[int], seeds: int, forgetting_factor: float = 0.95) -> list[dict[str, Any]]:
-    model, policy = MODELS["stationary"], partial(sagc_policy, forgetting_factor=forgetting_factor)
+def trace_risk(world: World) -> dict[str, list[float]]:
+    """Risk of each size of the trace, for several ratios of longest to median."""
+    return {
+        f"{tau:g}": true_risk(world.lengths, StragglerEvent(tau=tau), SIZES, 1, samples=200_000)[0].tolist()
+        for tau in (2.0, 3.0, 4.0)
+    }
+
+
+def scaling(
+    world: World, horizons: Sequence[int], seeds: int, forgetting_factor: float = 0.95
+) -> list[dict[str, Any]]:
+    policy = partial(sagc_policy, forgetting_factor=forgetting_factor)
     rows: list[dict[str, Any]] = []
-    for rho in (0.2, 0.3, 0.4, 0.5):
-        runs = [repeated(policy, model, rho, steps, seeds) for steps in horizons]
+    for rho in world.budgets[:-1]:
+        runs = [repeated(policy, world, rho, steps, seeds) for steps in horizons]
         names = ("violation", "regret_at_spent_budget")
         tables = {name: np.array([[run[name] for run in at] for at in runs]) for name in names}
         slopes = {name: slope(horizons, table) for name, table in tables.items()}
         by_horizon = [summary(at) for at in runs]
         rows.append({"rho": rho, "horizons": list(horizons), "by_horizon": by_horizon, "slopes": slopes})
         print(
-            f"scaling, forgetting {forgetting_factor}, rho {rho}",
+            f"scaling, {world.name}, forgetting {forgetting_factor}, rho {rho}",
             {k: {n: round(x, 2) for n, x in v.items()} for k, v in slopes.items()},
             flush=True,
         )
     return rows
 
 
-def constants(steps: int, seeds: int) -> list[dict[str, Any]]:
+def constants(world: World, steps: int, seeds: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for constant in (0.02, 0.03, 0.05, 0.07, 0.1, 0.2, 0.5):
         policy = partial(sagc_policy, constant=constant)
-        for rho in BUDGETS:
-            runs = repeated(policy, MODELS["stationary"], rho, steps, seeds)
+        for rho in world.budgets:
+            runs = repeated(policy, world, rho, steps, seeds)
             rows.append({"constant": constant, "rho": rho, **summary(runs)})
-        over = [round(100 * row["rate_over_budget"]["mean"], 1) for row in rows[-len(BUDGETS) :]]
-        print(f"constant {constant}: over budget in % {over}", flush=True)
+        over = [round(100 * row["rate_over_budget"]["mean"], 1) for row in rows[-len(world.budgets) :]]
+        print(f"constant {constant}, {world.name}: over budget in % {over}", flush=True)
     return rows
 
 
-def coarse_grid(steps: int, seeds: int) -> list[dict[str, Any]]:
-    """Sizes 2, 4, 8 and 16 only: the smallest is riskier than its odd neighbour, so budgets near it are tight."""
-    sizes, model = (2, 4, 8, 16), MODELS["stationary"]
+def coarse_grid(world: World, steps: int, seeds: int) -> list[dict[str, Any]]:
+    """Sizes 2, 4, 8 and 16 only."""
+    sizes = (2, 4, 8, 16)
     rows: list[dict[str, Any]] = []
-    utility, risk = static_utility("log", sizes), risk_of(model, steps)[:, [SIZES.index(g) for g in sizes]]
+    utility, risk = static_utility("log", sizes), risk_of(world, steps)[:, [SIZES.index(g) for g in sizes]]
     v = V_PER_SQRT_HORIZON * steps**0.5 / float(utility[-1] - utility[0])
-    for rho in (0.3, 0.4, 0.5):
-        config = ControllerConfig(sizes=sizes, rho=rho, event=EVENT, v=v)
-        runs = [simulate(GroupSizeController(config), model, EVENT, steps, GROUPS, s) for s in range(seeds)]
+    for rho in world.budgets[:-1]:
+        config = ControllerConfig(sizes=sizes, rho=rho, event=world.event, v=v)
+        runs = [run_of(GroupSizeController(config), world, steps, seed) for seed in range(seeds)]
         results = [score(run, sizes, utility, risk, rho) for run in runs]
         figures = [
             {"rate_over_budget": r.rate / rho - 1, "utility_over_optimum": r.utility / r.optimum - 1} for r in results
@@ -180,26 +213,27 @@ def coarse_grid(steps: int, seeds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def rivals(steps: int, seeds: int) -> list[dict[str, Any]]:
+def rivals(worlds: Sequence[World], steps: int, seeds: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for name, model in MODELS.items():
-        for rho in BUDGETS:
-            if risk_of(model, steps).mean(axis=0).min() > rho:
+    for world in worlds:
+        for rho in world.budgets:
+            if risk_of(world, steps).mean(axis=0).min() > rho:
                 continue
-            row: dict[str, Any] = {"model": name, "rho": rho, "steps": steps}
-            row["optimum"] = hindsight_optimum(UTILITY, risk_of(model, steps), rho)[0]
-            row["stepwise_optimum"] = stepwise_optimum(model, steps, rho)
+            row: dict[str, Any] = {"world": world.name, "rho": rho, "steps": steps}
+            row["optimum"] = hindsight_optimum(UTILITY, risk_of(world, steps), rho)[0]
+            row["stepwise_optimum"] = stepwise_optimum(world, steps, rho)
             for label, policy in (("sagc", sagc_policy), ("played_only", played_only_policy)):
-                runs = [simulate(policy(rho, steps), model, EVENT, steps, GROUPS, s) for s in range(seeds)]
-                row[label] = summary([judge(run, model, rho) for run in runs])
+                runs = [run_of(policy(world, rho, steps), world, steps, seed) for seed in range(seeds)]
+                row[label] = summary([judge(run, world, rho) for run in runs])
                 row[label]["mean_utility"] = float(
                     np.mean([UTILITY[np.searchsorted(SIZES, run.sizes)].mean() for run in runs])
                 )
                 row[label]["mean_rate"] = float(np.mean([run.rates.mean() for run in runs]))
             rows.append(row)
             print(
-                f"{name} {steps} rho {rho}: over budget, utility to optimum, efficiency in %: "
-                + ", ".join(f"{label} {_percent(row[label])}" for label in ("sagc", "played_only"))
+                f"{world.name} {steps} rho {rho}: over budget, utility to optimum, efficiency in %: "
+                + ", ".join(f"{label} {_percent(row[label])}" for label in ("sagc", "played_only")),
+                flush=True,
             )
     return rows
 
@@ -208,14 +242,16 @@ def _percent(result: dict[str, dict[str, float]]) -> list[float]:
     return [round(100 * result[key]["mean"], 1) for key in ("rate_over_budget", "utility_over_optimum", "efficiency")]
 
 
-def fixed_sizes(steps: int, seeds: int) -> list[dict[str, Any]]:
+def fixed_sizes(worlds: Sequence[World], steps: int, seeds: int) -> list[dict[str, Any]]:
     rows = []
-    for name, model in MODELS.items():
+    for world in worlds:
         for index, size in enumerate(SIZES):
-            runs = [simulate(FixedSize(size), model, EVENT, steps, GROUPS, s) for s in range(seeds)]
+            runs = [run_of(FixedSize(size), world, steps, seed) for seed in range(seeds)]
             rate = float(np.mean([run.rates.mean() for run in runs]))
-            truth = float(risk_of(model, steps).mean(axis=0)[index])
-            rows.append({"model": name, "size": size, "rate": rate, "risk": truth, "utility": float(UTILITY[index])})
+            truth = float(risk_of(world, steps).mean(axis=0)[index])
+            rows.append(
+                {"world": world.name, "size": size, "rate": rate, "risk": truth, "utility": float(UTILITY[index])}
+            )
     return rows
 
 
@@ -239,7 +275,7 @@ def plot_scaling(report: dict[str, Any], path: Path) -> None:
         ticks = [0.2, 0.5, 1, 2, 5, 10, 20]
         axis.set_yticks(ticks, [str(tick) for tick in ticks])
         axis.minorticks_off()
-    for rho in BUDGETS:
+    for rho in sorted({row["rho"] for row in report["constants"]}):
         rows = [row for row in report["constants"] if row["rho"] == rho]
         over = [100 * row["rate_over_budget"]["mean"] for row in rows]
         axes[2].semilogx([row["constant"] for row in rows], over, "o-", label=f"budget {rho}")
@@ -257,39 +293,42 @@ def plot_scaling(report: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def plot_frontier(report: dict[str, Any], path: Path) -> None:
+def plot_frontier(report: dict[str, Any], world: World, drifting: World, path: Path) -> None:
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
-    steps, model = report["steps"], MODELS["stationary"]
-    risk = risk_of(model, steps)
+    figure, axes = plt.subplots(1, 3, figsize=(18, 5), layout="constrained")
+    for tau, curve in report["trace_risk"].items():
+        axes[0].plot(SIZES, curve, "o-", label=f"tau {tau}")
+    axes[0].set(xlabel="group size", ylabel="probability of a straggler event", ylim=(0, 1))
+    axes[0].set_title("the recorded groups", fontsize=10)
+    steps, risk = report["steps"], risk_of(world, report["steps"])
     budgets = np.linspace(float(risk[0].min()), float(risk[0].max()), 40)
     optimum = [hindsight_optimum(UTILITY, risk[0], budget + 1e-9)[0] for budget in budgets]
-    axes[0].plot(budgets, optimum, "k-", label="optimum in hindsight")
-    fixed = [row for row in report["fixed_sizes"] if row["model"] == "stationary"]
+    axes[1].plot(budgets, optimum, "k-", label="optimum in hindsight")
+    fixed = [row for row in report["fixed_sizes"] if row["world"] == world.name]
     rates, utilities = [row["rate"] for row in fixed], [row["utility"] for row in fixed]
-    axes[0].plot(rates, utilities, "s", c="tab:grey", label="fixed size")
+    axes[1].plot(rates, utilities, "s", c="tab:grey", label="fixed size")
     for row in fixed:
-        place = (row["rate"], row["utility"])
-        axes[0].annotate(str(row["size"]), place, (5, -9), textcoords="offset points", fontsize=8)
+        point = (row["rate"], row["utility"])
+        axes[1].annotate(str(row["size"]), point, (5, -9), textcoords="offset points", fontsize=8)
     for label, marker, text in (("sagc", "o", "SAGC"), ("played_only", "x", "risk learnt at played sizes only")):
-        rows = [row[label] for row in report["rivals"] if row["model"] == "stationary" and row["steps"] == steps]
-        axes[0].plot([r["mean_rate"] for r in rows], [r["mean_utility"] for r in rows], marker, label=text, ms=8)
-    for rho in BUDGETS:
-        axes[0].axvline(rho, color="tab:red", alpha=0.25, lw=1, label="budgets" if rho == BUDGETS[0] else None)
-    axes[0].set(xlabel="straggler rate (fraction of groups)", ylabel="average utility (log G)")
-    axes[0].set_title(f"stationary, {steps} batches of {GROUPS} groups", fontsize=10)
-    _plot_drifting_run(axes[1], steps)
-    for axis in axes:
-        axis.legend(fontsize=8, loc="lower right" if axis is axes[0] else "upper left")
+        rows = [row[label] for row in report["rivals"] if row["world"] == world.name and row["steps"] == steps]
+        axes[1].plot([r["mean_rate"] for r in rows], [r["mean_utility"] for r in rows], marker, label=text, ms=8)
+    for rho in world.budgets:
+        axes[1].axvline(rho, color="tab:red", alpha=0.25, lw=1, label="budgets" if rho == world.budgets[0] else None)
+    axes[1].set(xlabel="straggler rate (fraction of groups)", ylabel="average utility (log G)")
+    axes[1].set_title(f"recorded groups, tau {world.event.tau:g}, {steps} batches of {GROUPS}", fontsize=10)
+    _plot_drifting_run(axes[2], drifting, steps)
+    for axis, place in zip(axes, ("lower right", "lower right", "upper left"), strict=True):
+        axis.legend(fontsize=8, loc=place)
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 
 
-def _plot_drifting_run(axis: Any, steps: int) -> None:
-    rho, model = 0.3, MODELS["wider"]
-    run = simulate(sagc_policy(rho, steps), model, EVENT, steps, GROUPS, 0)
-    risk = risk_of(model, steps)
+def _plot_drifting_run(axis: Any, world: World, steps: int) -> None:
+    rho = 0.3
+    run = run_of(sagc_policy(world, rho, steps), world, steps, 0)
+    risk = risk_of(world, steps)
     for size in (3, 16):
         axis.plot(risk[:, SIZES.index(size)], lw=1, label=f"true risk of size {size}")
     axis.plot(np.cumsum(run.rates) / np.arange(1, steps + 1), "k-", label="straggler rate so far")
@@ -299,35 +338,43 @@ def _plot_drifting_run(axis: Any, steps: int) -> None:
     twin.plot(run.sizes, ".", c="tab:purple", ms=4, alpha=0.6)
     twin.set_ylabel("group size (purple dots)")
     twin.set_ylim(0, 30)
-    axis.set_title("one run, spread of lengths doubling", fontsize=10)
+    axis.set_title("one run, generated lengths whose spread doubles", fontsize=10)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="shorter horizons and fewer seeds")
+    parser.add_argument("--trace", type=Path, default=TRACE, help="recorded trace (sagc.trace)")
     parser.add_argument("--json", type=Path, required=True, help="file for the result")
     parser.add_argument("--plots", type=Path, help="folder for the pictures; needs matplotlib")
     arguments = parser.parse_args()
     horizons = (50, 100, 200) if arguments.quick else (100, 200, 400, 800, 1600)
     seeds, steps = (2, 100) if arguments.quick else (10, 300)
+    # With tau 2 even pairs straggle too often for budgets below 0.5.
+    recorded = World("trace", TraceModel(read_trace(arguments.trace)), StragglerEvent(tau=4.0), TRACE_BUDGETS)
+    control = CONTROLS[0]
+    worlds = (recorded, *CONTROLS)
     report: dict[str, Any] = {
         "command": "python scripts/bench/group_size_control.py" + (" --quick" if arguments.quick else ""),
         "seeds": seeds,
         "steps": steps,
         "groups": GROUPS,
         "sizes": list(SIZES),
-        "stationary_risk": risk_of(MODELS["stationary"], steps)[0].tolist(),
-        "scaling": scaling(horizons, seeds),
-        "scaling_without_forgetting": scaling(horizons, seeds, forgetting_factor=1.0),
-        "constants": constants(steps, seeds),
-        "rivals": rivals(steps // 3, seeds) + rivals(steps, seeds),
-        "coarse_grid": coarse_grid(steps, seeds),
-        "fixed_sizes": fixed_sizes(steps, seeds),
+        "trace_risk": trace_risk(recorded),
+        "risk": {world.name: risk_of(world, steps).mean(axis=0).tolist() for world in worlds},
+        "scaling": scaling(recorded, horizons, seeds),
+        "scaling_without_forgetting": scaling(recorded, horizons, seeds, forgetting_factor=1.0),
+        "scaling_log_normal": scaling(control, horizons, seeds),
+        "constants": constants(recorded, steps, seeds),
+        "constants_log_normal": constants(control, steps, seeds),
+        "rivals": rivals(worlds, steps // 3, seeds) + rivals(worlds, steps, seeds),
+        "coarse_grid": coarse_grid(recorded, steps, seeds),
+        "fixed_sizes": fixed_sizes(worlds, steps, seeds),
     }
     arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     if arguments.plots:
         plot_scaling(report, arguments.plots / "group_size_control_scaling.png")
-        plot_frontier(report, arguments.plots / "group_size_control_frontier.png")
+        plot_frontier(report, recorded, CONTROLS[2], arguments.plots / "group_size_control_frontier.png")
 
 
 if __name__ == "__main__":
