@@ -29,6 +29,21 @@ def test_dapo_metric_table_names_what_is_logged(tmp_path: Path) -> None:
     assert set(re.findall(r"^\| `(dapo/[^`]+)`", text, re.MULTILINE)) == logged
 
 
+def test_compatibility_table_names_tests_that_exist() -> None:
+    folder = Path(__file__).parent
+    named = re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", (folder.parent / "docs" / "compatibility.md").read_text())
+    assert len({file for file, _ in named}) > 10
+    for file, test in named:
+        assert f"def {test}" in (folder / file).read_text()
+
+
+def test_relative_links_lead_somewhere() -> None:
+    root = Path(__file__).parent.parent
+    for page in (root / "README.md", *(root / "docs").glob("*.md")):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
 def test_parameter_table_has_the_defaults() -> None:
     defaults = {field.name: field.default for field in fields(SAGCConfig)}
     rows = dict(re.findall(r"^\| `(\w+)` \| `?([\w.]+)`? ", README, re.MULTILINE))
