@@ -7,7 +7,6 @@ from typing import Any
 import pandas as pd
 import pytest
 from datasets import Dataset
-from peft import LoraConfig
 from tiny import even_words, prompts, tiny_config, tiny_model, tiny_tokenizer, tiny_trainer
 from trl import GRPOTrainer
 
@@ -331,36 +330,6 @@ def test_a_users_trainer_may_have_its_own_signature(tmp_path: Path) -> None:
     assert len(set(decisions(trainer))) > 1
 
 
-def fixed_rollouts(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-    lengths = [2 + (5 * i) % 11 for i in range(len(prompts))]
-    return {
-        "prompt_ids": [[3, 4] for _ in lengths],
-        "completion_ids": [[5] * (n - 1) + [1] for n in lengths],
-        "logprobs": [[-1.0] * n for n in lengths],
-        "env_mask": [[1] * (n - 2) + [0, 0] for n in lengths],
-        "row": list(range(len(lengths))),
-    }
-
-
-def test_rollout_func_fields_stay_with_their_rows_and_masked_tokens_do_not_count(tmp_path: Path) -> None:
-    rows: list[list[int]] = []
-
-    def reward(completions: list[str], row: list[int], **kwargs: Any) -> list[float]:
-        rows.append(row)
-        return even_words(completions)
-
-    arguments = {"rollout_func": fixed_rollouts, "reward_funcs": reward}
-    trainer = trained(tmp_path, arguments=arguments, max_steps=2)
-    assert rows == [list(range(4 * int(size))) for size in decisions(trainer)]
-    for entry in train_log(trainer):
-        mean, longest = entry["completions/mean_length"], entry["completions/max_length"]
-        assert entry["sagc/stall_fraction"] == pytest.approx(1 - mean / longest)
-
-
-async def even_words_later(completions: list[str], **_: Any) -> list[float]:
-    return even_words(completions)
-
-
 def conversations() -> dict[str, Any]:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -375,11 +344,6 @@ def conversations() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "settings"),
     [
-        pytest.param(
-            {"peft_config": LoraConfig(target_modules=["q_proj"])}, {"gradient_checkpointing": True}, id="peft"
-        ),
-        pytest.param({"rollout_func": fixed_rollouts}, {}, id="rollout_func"),
-        pytest.param({"reward_funcs": [even_words_later, even_words]}, {}, id="async reward"),
         pytest.param(conversations(), {}, id="conversations"),
         pytest.param({}, {"dataloader_num_workers": 2}, id="workers"),
     ],
