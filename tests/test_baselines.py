@@ -283,6 +283,25 @@ def test_adaptive_budgets_give_unsettled_prompts_more(tmp_path: Path) -> None:
     assert np.isfinite(advantages).all()
 
 
+def test_adaptive_budgets_train_on_every_row_of_uneven_micro_batches(tmp_path: Path) -> None:
+    """Where the sampled rows do not divide among the micro-batches, masked ones fill up and no row is lost."""
+    trainer = tiny_trainer(
+        tmp_path,
+        AdaptiveTrainer,
+        arguments={"reward_funcs": lambda completions, **_: [float(len(c) % 2) for c in completions]},
+        adaptive_budgets=True,
+        adaptive_miscoverage=0.4,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=4,
+        max_steps=10,
+    )
+    trainer.train()
+    batches = [trainer.loss_rows[i : i + 4] for i in range(0, len(trainer.loss_rows), 4)]
+    assert [sum(real for _, real in batch) for batch in batches] == [e["sagc/rollouts"] for e in log(trainer)]
+    assert all(len({rows for rows, _ in batch}) == 1 for batch in batches)
+    assert any(rows != real for batch in batches for rows, real in batch), "some batch does not divide"
+
+
 # --- Length-sorted micro-batches
 
 
