@@ -221,6 +221,33 @@ def test_overlong_punishment_lowers_the_reward_and_not_the_selection(tmp_path: P
     assert min(punished) < 0
 
 
+def test_overlong_punishment_does_not_score_what_no_reward_function_scored(tmp_path: Path) -> None:
+    script = Script()
+
+    def every_other(scripted_reward: list[float], **_: Any) -> list[float | None]:
+        return [reward if row % 2 else None for row, reward in enumerate(scripted_reward)]
+
+    trainer = RecordingTrainer(
+        model=tiny_model(),
+        reward_funcs=every_other,
+        args=dapo_config(tmp_path, max_steps=1, overlong_buffer=10, max_completion_length=16, min_group_size=8),
+        train_dataset=numbered_prompts(24),
+        processing_class=tiny_tokenizer(),
+        rollout_func=script,
+    )
+    seen: list[torch.Tensor] = []
+    prepare = trainer._train_on
+    trainer._train_on = lambda rollouts: seen.append(prepare(rollouts)) or seen[-1]  # type: ignore[method-assign]
+    trainer.train()
+    outcomes = [[outcome(0, i, 0, j) for j in range(1, 8, 2)] for i in trainer.trained[0]]
+    rewards = np.array([[reward - min(max(n - 6, 0) / 10, 1.0) for n, reward in group] for group in outcomes])
+    assert log(trainer)[0]["reward"] == pytest.approx(rewards.mean(), abs=1e-6)
+    advantages = seen[0]["advantages"].reshape(-1, 8).numpy()
+    assert np.all(advantages[:, ::2] == 0)
+    centred = rewards - rewards.mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(advantages[:, 1::2], centred / (rewards.std(axis=1, ddof=1) + 1e-4)[:, None], atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("settings", "save_at"),
     [

@@ -77,6 +77,14 @@ class SAGCDAPOTrainer(SAGCGRPOTrainer):
             "dynamic_sampling": self.args.dynamic_sampling and bool(self.tools),
         }
 
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        if self._overlong is not None and rewards.shape[1] > 1:
+            # A completion that no reward function scored stays unscored: a punishment alone would score it as wrong.
+            others = torch.arange(rewards.shape[1], device=rewards.device) != self._overlong
+            rewards[torch.isnan(rewards[:, others]).all(dim=1)] = torch.nan
+        return rewards
+
     def _total_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
         if self._overlong is not None:
             rewards = rewards.clone()
