@@ -230,6 +230,17 @@ def test_both_orders_follow_a_curve(order: Any) -> None:
     assert np.all(np.diff(t) > 0) or np.all(np.diff(t) < 0)
 
 
+def test_many_workers_hold_points_again_and_leave_at_most_k_for_the_curve() -> None:
+    x = arc(4)
+    for workers, copies in ((4, 1), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3)):
+        code = fit_encoder(x, workers)
+        coded = code.encode(x)
+        np.testing.assert_array_equal(coded[: 4 * copies], np.tile(x, (copies, 1)))
+        assert len(code.beta) == workers and not (code.generator[4 * copies :] == 1.0).any()
+        late = code.decode(smooth(coded)[4:], range(4, workers)) if workers > 8 else None
+        assert late is None or late.exact.all()
+
+
 def test_parity_positions_bisect_the_largest_gaps() -> None:
     np.testing.assert_allclose(bisect_gaps(np.array([0.5, -1.0, 1.0]), 3), [-0.25, -0.625, 0.125])
     np.testing.assert_allclose(bisect_gaps(np.array([0.3]), 2), [0.3, 0.3])

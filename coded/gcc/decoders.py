@@ -9,7 +9,7 @@ lies:
 - `BerrutDecoder`: rational interpolation on the line (BACC).
 
 A decoder is fitted to a set of responders without their answers; that part is cached. Its free parameters (kernel,
-ridge) are then chosen by the leave-one-out error on the answers, whose inner products are all that is needed.
+ridge) are then chosen by the answers, of which the inner products are all that is needed.
 """
 
 from dataclasses import dataclass, field
@@ -83,6 +83,11 @@ class _Candidate:
             self._matrices[ridge] = weights, variance
         return self._matrices[ridge]
 
+    def squared_errors(self, ridge: float, outputs_gram: FloatArray) -> FloatArray:
+        """Expected squared error at each data point, `(K,)`."""
+        _, variance = self.matrices(ridge)
+        return variance * np.mean(self.regression.standardised(ridge, outputs_gram))
+
 
 @dataclass(frozen=True)
 class FittedKernelDecoder:
@@ -91,22 +96,32 @@ class FittedKernelDecoder:
     candidates: list[_Candidate]
 
     def _chosen(self, outputs_gram: FloatArray, robust: bool = False) -> tuple[_Candidate, float]:
-        """The candidate with the least mean (or median, when some answers may be wrong) leave-one-out error."""
+        """
+        The candidate whose mean squared error is least: leave-one-out at the answers, plus expected at the data
+        points.
+
+        The second term keeps away kernels that fit where the answers are and swing where they are not. When some
+        answers may be wrong, the median of the first alone.
+        """
         options = [(candidate, ridge) for candidate in self.candidates for ridge in candidate.ridges]
         if len(options) == 1 or not options[0][0].regression.degrees_of_freedom:
             return options[0]
-        average = np.median if robust else np.mean
-        errors = [average(candidate.regression.leave_one_out(ridge, outputs_gram)) for candidate, ridge in options]
+        errors = []
+        for candidate, ridge in options:
+            left_out = candidate.regression.leave_one_out(ridge, outputs_gram)
+            if robust:
+                errors.append(np.median(left_out))
+            else:
+                errors.append(left_out.mean() + np.mean(candidate.squared_errors(ridge, outputs_gram)))
         return options[int(np.argmin(errors))]
 
     def estimate(self, outputs_gram: FloatArray) -> Estimate:
         """Weights and errors for answers with these inner products (per number of the output), shape `(n, n)`."""
         candidate, ridge = self._chosen(outputs_gram)
-        weights, variance = candidate.matrices(ridge)
+        weights, _ = candidate.matrices(ridge)
         if not candidate.regression.degrees_of_freedom:
             return Estimate(weights, np.full(len(weights), np.inf))
-        scale = np.mean(candidate.regression.standardised(ridge, outputs_gram))
-        return Estimate(weights, np.sqrt(variance * scale))
+        return Estimate(weights, np.sqrt(candidate.squared_errors(ridge, outputs_gram)))
 
     def outlyingness(self, outputs_gram: FloatArray) -> FloatArray:
         """

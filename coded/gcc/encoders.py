@@ -58,6 +58,7 @@ def fit_encoder(
             What the workers get.
 
             - `systematic`: the first K the points themselves, the others points on the curve, in its largest gaps.
+              Where N > 2 K, the points themselves again before that, as long as more than K workers are left.
             - `spline`: points on the curve, at Chebyshev positions of the second kind (LeTCC, arXiv 2406.00300).
             - `berrut`: the same with Berrut's rational curve (BACC, arXiv 2009.08327).
             - `replication`: the points themselves, round and round.
@@ -133,7 +134,8 @@ def _worker_positions(alpha: FloatArray, workers: int, scheme: Scheme) -> FloatA
     if scheme in ("spline", "berrut"):
         return chebyshev_second(workers)
     if scheme == "systematic":
-        return np.concatenate([alpha, bisect_gaps(alpha, workers - len(alpha))])
+        held = _copies(workers, len(alpha)) * len(alpha)
+        return np.concatenate([np.resize(alpha, held), bisect_gaps(alpha, workers - held)])
     return alpha[np.arange(workers) % len(alpha)]
 
 
@@ -151,9 +153,15 @@ def _generator(
         ridge = regression.best_ridge(points_gram)
     if scheme == "spline":
         return regression.weights(ridge, line_kernel(kernel, beta, alpha), line_trend(kernel, beta))
-    parity = beta[count:]
+    copies = _copies(workers, count)
+    parity = beta[copies * count :]
     weights = regression.weights(ridge, line_kernel(kernel, parity, alpha), line_trend(kernel, parity))
-    return np.concatenate([np.eye(count), weights])
+    return np.concatenate([np.tile(np.eye(count), (copies, 1)), weights])
+
+
+def _copies(workers: int, count: int) -> int:
+    """How often a systematic code holds every point: so often that at most K workers are left for the curve."""
+    return max(1, -(-workers // count) - 1)
 
 
 def _check_options(scheme: str, order: str, kernel: str, decoder: str, ridges: dict[str, Ridge]) -> None:
